@@ -1,0 +1,26 @@
+# Checks of the source tree itself, as CTest cases and as part of the build.
+
+add_test(NAME layers.arrows COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_layers)
+add_test(NAME layers.self_test COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_layers --self-test)
+set_tests_properties(layers.arrows layers.self_test PROPERTIES TIMEOUT 60)
+
+# Each public header compiles alone; those of the first list without LibTorch being there at all.
+set(_fsdp_torch_free checkpoint communicator context dtype error memory_stats shard_view testing)
+file(GLOB _fsdp_headers RELATIVE ${PROJECT_SOURCE_DIR}/include/fsdp CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/include/fsdp/*.h)
+foreach(header IN LISTS _fsdp_headers)
+  get_filename_component(stem ${header} NAME_WE)
+  set(source ${PROJECT_BINARY_DIR}/headers/${stem}.cpp)
+  file(CONFIGURE OUTPUT ${source} CONTENT "#include <fsdp/${header}>\n")
+  if(stem IN_LIST _fsdp_torch_free)
+    list(APPEND _fsdp_plain_sources ${source})
+  else()
+    list(APPEND _fsdp_torch_sources ${source})
+  endif()
+endforeach()
+add_library(fsdp_headers OBJECT ${_fsdp_plain_sources})
+add_library(fsdp_torch_headers OBJECT ${_fsdp_torch_sources})
+target_link_libraries(fsdp_torch_headers PRIVATE LibTorch::LibTorch)
+foreach(target fsdp_headers fsdp_torch_headers)
+  fsdp_target(${target})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include)
+endforeach()

@@ -1,0 +1,27 @@
+// Reductions over ranks whose result does not depend on the machine, the backend or the number of cores: always in rank
+// order, in one accumulator type, without fused multiply-add.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <fsdp/communicator.h>
+
+namespace fsdp {
+
+// output[i] (=|+=) (input[0][i] + ... + input[W-1][i]) / divisor, as ReduceRequest defines it.
+void ordered_sum(const ReduceRequest& request);
+
+// output[i] = input[0][i] op ... op input[W-1][i], in and out of `dtype`. Sums of fp16, bf16 and fp32 are taken in fp32 and
+// rounded once. Integers wrap; sums of bools are `or`; a NaN makes max and min NaN. output may be one of the inputs.
+struct OrderedFold {
+  std::span<const std::byte* const> inputs;
+  std::int64_t numel = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  std::byte* output = nullptr;
+};
+void ordered_fold(const OrderedFold& fold);
+
+}  // namespace fsdp

@@ -1,0 +1,64 @@
+// The Communicator of ranks that can read each other's memory; thread and shm give it that memory and share all the rest,
+// so that they agree bit for bit.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <sys/types.h>
+
+#include <fsdp/communicator.h>
+
+#include "comm/peer_group.h"
+
+namespace fsdp {
+
+class PeerCommunicator final : public Communicator {
+ public:
+  struct Options {
+    std::string backend;
+    int rank = 0;
+    std::chrono::milliseconds timeout{};   // positive
+  };
+  PeerCommunicator(std::unique_ptr<PeerMemory> memory, const Options& options);
+  // Leaves the group; while an exception unwinds this rank, aborts it.
+  ~PeerCommunicator() override;
+
+  int rank() const override { return group_.rank(); }
+  int world_size() const override { return group_.world_size(); }
+  const std::string& backend() const override { return backend_; }
+  std::chrono::milliseconds timeout() const override { return group_.timeout(); }
+
+  std::unique_ptr<Segment> allocate(std::size_t bytes) override;
+  void all_gather(std::span<const std::byte> input, std::span<std::byte> output) override;
+  void reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) override;
+  void all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) override;
+  void broadcast(std::span<std::byte> data, int root) override;
+  void barrier() override;
+  void gather(const GatherRequest& request) override;
+  void reduce(const ReduceRequest& request) override;
+  void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) override;
+  void wait_until(const std::function<bool()>& ready, std::string_view what) override;
+  void ring() override;
+  void abort(const std::string& reason) noexcept override;
+  void check() override;
+
+ private:
+  // One meeting of all ranks at the same call: returns its number, whose half of every staging area may be read until the
+  // next one. Throws InvalidArgument on every rank if the calls differ.
+  std::uint64_t meet(const Call& call, int status = 0);
+  std::byte* own_staging() { return group_.control().staging(rank(), group_.next_meeting()); }
+  const std::byte* staging(int peer, std::uint64_t meeting) { return group_.control().staging(peer, meeting); }
+  void throw_if_calls_differ(std::uint64_t meeting);
+  // The meeting that ends a step of allocate: MemoryError on every rank if a rank's step failed with an errno.
+  void meet_after(const Call& call, int error);
+  void fold_chunk(const Call& call, std::byte* data, std::int64_t numel, ReduceOp op, DType dtype);
+
+  const std::string backend_;
+  const pid_t owner_;               // a forked child must not leave in the name of its parent
+  const int exceptions_;            // in flight when this was made
+  std::unique_ptr<PeerMemory> memory_;
+  PeerGroup group_;
+};
+
+}  // namespace fsdp

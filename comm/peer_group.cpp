@@ -1,0 +1,160 @@
+#include "comm/peer_group.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <immintrin.h>
+#include <sched.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A futex cannot wait for the end of a process as well, so a waiter looks for the dead this often.
+constexpr std::chrono::milliseconds kLookInterval{50};
+// A rank that has left may still be awaited for what another thread of ours is about to do: once every peer has left, the
+// bell must have been silent this long before a wait is hopeless.
+constexpr std::chrono::seconds kQuiet{1};
+constexpr int kSpins = 300;   // some 10 us: less than a sleep and a wake-up cost
+
+constexpr std::string_view kRemedy = "nothing further is exchanged; restart from the last checkpoint";
+
+// With more ranks than cores a spinning rank holds up the one it waits for.
+int spins_for(int world_size) {
+  cpu_set_t cores;
+  const bool known = ::sched_getaffinity(0, sizeof(cores), &cores) == 0;
+  return known && world_size <= CPU_COUNT(&cores) ? kSpins : 0;
+}
+
+}  // namespace
+
+std::string describe(const Activity& activity) {
+  if (activity.operation == Operation::kWaitUntil && !activity.label.empty()) return std::string(activity.label);
+  const std::string_view name = name_of(activity.operation);
+  return activity.label.empty() ? std::string(name) : fmt::format("{} of {}", name, activity.label);
+}
+
+PeerGroup::PeerGroup(PeerMemory& memory, int rank, std::chrono::milliseconds timeout)
+    : memory_(memory), control_(memory.control()), rank_(rank), timeout_(timeout), spins_(spins_for(control_.world_size())) {}
+
+void PeerGroup::meet(Operation operation) {
+  throw_if_aborted({operation});
+  control_.slot(rank_).operation.store(operation, std::memory_order_relaxed);
+  const std::uint64_t meeting = ++meetings_;
+  control_.arrive(rank_, meeting);
+  wait(control_.meeting_bell, {{operation}, meeting}, [&] { return control_.all_arrived(meeting); });
+}
+
+void PeerGroup::wait_until(const std::function<bool()>& ready, std::string_view what) {
+  const Activity activity{Operation::kWaitUntil, what};
+  throw_if_aborted(activity);
+  wait(control_.doorbell, {activity}, ready);
+}
+
+void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& ready) const {
+  for (int i = 0; i < spins_; ++i) {
+    if (ready()) return;
+    _mm_pause();
+  }
+  const auto begin = Clock::now();
+  auto last_ring = begin, next_look = begin;
+  while (true) {
+    Bell::Sleeper sleeper(bell);
+    if (ready()) return;
+    throw_if_aborted(wait.activity);
+    const auto now = Clock::now();
+    if (now >= next_look) {
+      check(wait.activity);
+      next_look = now + kLookInterval;
+    }
+    throw_if_left(wait, now - last_ring >= kQuiet);
+    if (now - begin >= timeout_) fail_for_timeout(wait);
+    if (sleeper.sleep(std::min<Clock::duration>(next_look - now, begin + timeout_ - now))) last_ring = Clock::now();
+  }
+}
+
+void PeerGroup::throw_if_aborted(const Activity& activity) const {
+  if (!control_.aborted()) return;
+  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, control_.reason()), control_.culprit());
+}
+
+void PeerGroup::check(const Activity& activity) const {
+  throw_if_aborted(activity);
+  for (const int peer : memory_.ended()) {
+    if (has_left(peer)) continue;
+    fail(activity, peer,
+         fmt::format("{} died during {} (seen by rank {}): it was killed, perhaps for memory (see dmesg), or ended without "
+                     "destroying its Context; {}",
+                     name_of_rank(peer), describe(activity), rank_, kRemedy));
+  }
+}
+
+void PeerGroup::throw_if_left(const Wait& wait, bool quiet) const {
+  int left = 0, example = -1;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    // In this order: a rank that came to the meeting and then left is not missed.
+    if (peer == rank_ || !has_left(peer)) continue;
+    ++left;
+    if (control_.slot(peer).arrived.load() < wait.meeting) {
+      fail(wait.activity, peer,
+           fmt::format("{} has left (its Context was destroyed) while rank {} waits for it in {}; every rank must make the "
+                       "same collective calls; {}",
+                       name_of_rank(peer), rank_, describe(wait.activity), kRemedy));
+    }
+    example = peer;
+  }
+  if (wait.meeting == 0 && left > 0 && left == world_size() - 1 && quiet) {
+    fail(wait.activity, example,
+         fmt::format("{} has left (its Context was destroyed), as has every peer, while rank {} waits in {}; {}",
+                     name_of_rank(example), rank_, describe(wait.activity), kRemedy));
+  }
+}
+
+bool PeerGroup::has_left(int rank) const { return control_.slot(rank).presence.load() == Presence::kLeft; }
+
+void PeerGroup::fail_for_timeout(const Wait& wait) const {
+  std::vector<std::string> missing;
+  int culprit = -1;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const RankSlot& slot = control_.slot(peer);
+    const bool came = wait.meeting != 0 && slot.arrived.load() >= wait.meeting;
+    if (peer == rank_ || came) continue;
+    if (culprit < 0) culprit = peer;
+    missing.push_back(fmt::format("{}, last in {}{}", name_of_rank(peer), name_of(slot.operation.load(std::memory_order_relaxed)),
+                                  has_left(peer) ? ", has left" : ""));
+  }
+  const auto seconds = std::chrono::duration<double>(timeout_).count();
+  const std::string_view absent = wait.meeting != 0 ? "did not come" : "may be at fault";
+  fail(wait.activity, culprit,
+       fmt::format("{} timed out on rank {} after {} s; {}: {}; a rank may be stuck, or make other calls than its peers; {}",
+                   describe(wait.activity), rank_, seconds, absent, fmt::join(missing, "; "), kRemedy));
+}
+
+void PeerGroup::fail(const Activity& activity, int culprit, const std::string& reason) const {
+  control_.abort(culprit, reason);
+  throw_if_aborted(activity);
+  // The reason that came first is still being written, or its writer died over it: ours is as true.
+  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, reason), culprit);
+}
+
+void PeerGroup::abort(std::string_view reason) noexcept {
+  try {
+    control_.abort(rank_, fmt::format("aborted by rank {}: {}", rank_, reason));
+  } catch (const std::exception&) {   // no memory for the prefix
+    control_.abort(rank_, reason);
+  }
+}
+
+void PeerGroup::leave() noexcept {
+  control_.slot(rank_).presence.store(Presence::kLeft);
+  control_.meeting_bell.ring();
+  control_.doorbell.ring();
+}
+
+std::string PeerGroup::name_of_rank(int rank) const { return fmt::format("rank {} (pid {})", rank, control_.slot(rank).pid); }
+
+}  // namespace fsdp

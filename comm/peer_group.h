@@ -1,0 +1,68 @@
+// One rank's view of the group over a control block: meeting the others, waiting for them, and failing together.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "comm/peer_memory.h"
+
+namespace fsdp {
+
+// What a rank is doing, for error texts: "gather of layers.3".
+struct Activity {
+  Operation operation = Operation::kNone;
+  std::string_view label = {};
+};
+std::string describe(const Activity& activity);
+
+class PeerGroup {
+ public:
+  // Borrows `memory`.
+  PeerGroup(PeerMemory& memory, int rank, std::chrono::milliseconds timeout);
+
+  int rank() const { return rank_; }
+  int world_size() const { return control_.world_size(); }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  ControlBlock& control() const { return control_; }
+
+  // The number of the coming meeting; it picks the half of slots and staging, see NOTE [Two halves].
+  std::uint64_t next_meeting() const { return meetings_ + 1; }
+  // Returns when every rank has come to this rank's next meeting. One thread at a time.
+  void meet(Operation operation);
+  // Any thread.
+  void wait_until(const std::function<bool()>& ready, std::string_view what);
+
+  void throw_if_aborted(const Activity& activity) const;
+  // Throws if the group is aborted or a peer's process has ended without leaving.
+  void check(const Activity& activity) const;
+  void abort(std::string_view reason) noexcept;
+  // Tells the peers that this rank does nothing any more; who waits for it then gets an error.
+  void leave() noexcept;
+
+ private:
+  // `meeting` is what is waited for, or 0 for a wait_until.
+  struct Wait {
+    Activity activity;
+    std::uint64_t meeting = 0;
+  };
+
+  void wait(Bell& bell, const Wait& wait, const std::function<bool()>& ready) const;
+  void throw_if_left(const Wait& wait, bool quiet) const;
+  bool has_left(int rank) const;
+  // Aborts the group for `reason` and throws the first reason there was.
+  [[noreturn]] void fail(const Activity& activity, int culprit, const std::string& reason) const;
+  [[noreturn]] void fail_for_timeout(const Wait& wait) const;
+  std::string name_of_rank(int rank) const;
+
+  PeerMemory& memory_;
+  ControlBlock& control_;
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  const int spins_;
+  std::uint64_t meetings_ = 0;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,107 @@
+#include "comm/recording_communicator.h"
+
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp {
+namespace {
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::size_t bytes_of(std::int64_t numel, DType dtype) { return static_cast<std::size_t>(numel) * size_of(dtype); }
+
+// What reduce writes per element: fp32 for the floats of 16 bits.
+std::size_t reduced_size_of(DType dtype) {
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? sizeof(float) : size_of(dtype);
+}
+
+}  // namespace
+
+RecordingCommunicator::RecordingCommunicator(std::shared_ptr<Communicator> inner, FaultPlan faults, OnRecord on_record)
+    : inner_(std::move(inner)), faults_(std::move(faults)), on_record_(std::move(on_record)), matches_(faults_.size()) {}
+
+template <class Body>
+void RecordingCommunicator::run(CommunicatorRecord record, const Body& body) {
+  record.begin_ns = now_ns();
+  apply_faults(record);
+  body();
+  record.end_ns = now_ns();
+  if (on_record_) on_record_(rank(), record);
+}
+
+void RecordingCommunicator::apply_faults(const CommunicatorRecord& record) {
+  for (std::size_t i = 0; i < faults_.size(); ++i) {
+    const Fault& fault = faults_[i];
+    if (!fault.operation.empty() && fault.operation != record.operation) continue;
+    if (fault.rank != -1 && fault.rank != rank()) continue;
+    const int match = [&] {
+      const std::lock_guard lock(mutex_);
+      return matches_[i]++;
+    }();
+    if (match < fault.after || (fault.count != -1 && match >= fault.after + fault.count)) continue;
+    if (fault.kind == Fault::Kind::kDelay) {
+      std::this_thread::sleep_for(fault.delay);
+      continue;
+    }
+    throw CommunicationError(fmt::format("injected fault in {}{}{} on rank {}, matching call {}", record.operation,
+                                         record.label.empty() ? "" : " of ", record.label, rank(), match),
+                             rank());
+  }
+}
+
+std::unique_ptr<Segment> RecordingCommunicator::allocate(std::size_t bytes) {
+  std::unique_ptr<Segment> segment;
+  run({.operation = "allocate", .bytes = bytes}, [&] { segment = inner_->allocate(bytes); });
+  return segment;
+}
+
+void RecordingCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {
+  run({.operation = "all_gather", .bytes = output.size(), .output = output.data()}, [&] { inner_->all_gather(input, output); });
+}
+
+void RecordingCommunicator::reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) {
+  run({.operation = "reduce_scatter", .bytes = bytes_of(numel, dtype), .output = output},
+      [&] { inner_->reduce_scatter(input, output, numel, dtype); });
+}
+
+void RecordingCommunicator::all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) {
+  run({.operation = "all_reduce", .bytes = bytes_of(numel, dtype), .output = data},
+      [&] { inner_->all_reduce(data, numel, dtype, op); });
+}
+
+void RecordingCommunicator::broadcast(std::span<std::byte> data, int root) {
+  run({.operation = "broadcast", .bytes = rank() == root ? 0 : data.size(), .output = data.data()},
+      [&] { inner_->broadcast(data, root); });
+}
+
+void RecordingCommunicator::barrier() {
+  run({.operation = "barrier"}, [&] { inner_->barrier(); });
+}
+
+void RecordingCommunicator::gather(const GatherRequest& request) {
+  const std::size_t bytes = request.shard_bytes * static_cast<std::size_t>(world_size());
+  run({.operation = "gather", .label = std::string(request.label), .bytes = bytes, .output = request.output},
+      [&] { inner_->gather(request); });
+}
+
+void RecordingCommunicator::reduce(const ReduceRequest& request) {
+  const std::size_t bytes = static_cast<std::size_t>(request.numel) * reduced_size_of(request.input_dtype);
+  run({.operation = "reduce", .label = std::string(request.label), .bytes = bytes, .output = request.output},
+      [&] { inner_->reduce(request); });
+}
+
+void RecordingCommunicator::read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) {
+  run({.operation = "read", .bytes = output.size(), .output = output.data()}, [&] { inner_->read(source, rank, offset, output); });
+}
+
+void RecordingCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) {
+  run({.operation = "wait_until", .label = std::string(what)}, [&] { inner_->wait_until(ready, what); });
+}
+
+}  // namespace fsdp

@@ -1,0 +1,53 @@
+// A communicator that another one stands behind: makes planned faults happen and reports every call.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <fsdp/testing.h>
+
+namespace fsdp {
+
+class RecordingCommunicator final : public Communicator {
+ public:
+  // Called from the thread that made the call; may be empty.
+  using OnRecord = std::function<void(int, const CommunicatorRecord&)>;
+
+  RecordingCommunicator(std::shared_ptr<Communicator> inner, FaultPlan faults, OnRecord on_record);
+
+  int rank() const override { return inner_->rank(); }
+  int world_size() const override { return inner_->world_size(); }
+  const std::string& backend() const override { return inner_->backend(); }
+  std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
+
+  std::unique_ptr<Segment> allocate(std::size_t bytes) override;
+  void all_gather(std::span<const std::byte> input, std::span<std::byte> output) override;
+  void reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) override;
+  void all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) override;
+  void broadcast(std::span<std::byte> data, int root) override;
+  void barrier() override;
+  void gather(const GatherRequest& request) override;
+  void reduce(const ReduceRequest& request) override;
+  void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) override;
+  void wait_until(const std::function<bool()>& ready, std::string_view what) override;
+  // Neither recorded nor hit: they move nothing and wait for nobody.
+  void ring() override { inner_->ring(); }
+  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void check() override { inner_->check(); }
+
+ private:
+  // A call that is about to be made; `record` lacks its times.
+  template <class Body>
+  void run(CommunicatorRecord record, const Body& body);
+  void apply_faults(const CommunicatorRecord& record);
+
+  std::shared_ptr<Communicator> inner_;
+  const FaultPlan faults_;
+  const OnRecord on_record_;
+  std::mutex mutex_;
+  std::vector<int> matches_;   // of each fault, so far
+};
+
+}  // namespace fsdp

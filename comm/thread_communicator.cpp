@@ -1,0 +1,62 @@
+#include "comm/thread_communicator.h"
+
+#include <cerrno>
+#include <system_error>
+
+#include <unistd.h>
+
+#include "comm/peer_communicator.h"
+
+namespace fsdp {
+namespace {
+
+// What the threads of a group share.
+struct ThreadGroup {
+  explicit ThreadGroup(int world_size)
+      : memory(ControlBlock::bytes_for(world_size)), control(ControlBlock::create(memory.span(), world_size)) {
+    for (int rank = 0; rank < world_size; ++rank) control.slot(rank).pid = ::getpid();
+  }
+
+  MappedMemory memory;
+  ControlBlock& control;
+  std::weak_ptr<const MappedMemory> offered;   // weak: the ranks' handles alone keep a segment
+};
+
+class ThreadMemory final : public PeerMemory {
+ public:
+  explicit ThreadMemory(std::shared_ptr<ThreadGroup> group) : group_(std::move(group)) {}
+
+  ControlBlock& control() override { return group_->control; }
+
+  void offer(std::size_t bytes) override {
+    own_offer_ = std::make_shared<const MappedMemory>(bytes);
+    group_->offered = own_offer_;
+  }
+
+  std::shared_ptr<const MappedMemory> collect(std::size_t) override {
+    std::shared_ptr<const MappedMemory> memory = group_->offered.lock();
+    own_offer_.reset();
+    if (!memory) throw std::system_error(ENOMEM, std::generic_category(), "the offered memory is gone");
+    return memory;
+  }
+
+  std::vector<int> ended() const override { return {}; }
+
+ private:
+  std::shared_ptr<ThreadGroup> group_;
+  std::shared_ptr<const MappedMemory> own_offer_;   // rank 0's, from offer to collect
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int world_size, std::chrono::milliseconds timeout) {
+  const auto group = std::make_shared<ThreadGroup>(world_size);
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < world_size; ++rank) {
+    communicators.push_back(std::make_shared<PeerCommunicator>(std::make_unique<ThreadMemory>(group),
+                                                               PeerCommunicator::Options{"thread", rank, timeout}));
+  }
+  return communicators;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,162 @@
+#include "examples/train_gpt/options.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+namespace gpt {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+void declare_training(CLI::App& app, Options& o) {
+  app.add_option("--data", o.data, "Files or folders of text; folders are searched for source code and prose")
+      ->type_name("PATH...")
+      ->default_str(TRAIN_GPT_DEFAULT_DATA_NAME);
+  app.add_option("--strategy", o.strategy, "What each rank keeps a part of: full_shard (parameters, gradients, optimizer state)")
+      ->type_name("NAME")
+      ->capture_default_str();
+  app.add_option("--layers", o.model.layers, "Transformer blocks; each is one unit of sharding")->type_name("N")->capture_default_str();
+  app.add_option("--width", o.model.width, "Width of the residual stream")->type_name("N")->capture_default_str();
+  app.add_option("--heads", o.model.heads, "Attention heads; must divide --width")->type_name("N")->capture_default_str();
+  app.add_option("--context", o.model.context, "Bytes that the model sees at once")->type_name("N")->capture_default_str();
+  app.add_option("--batch", o.batch, "Windows per step over all ranks; the number of ranks must divide it")
+      ->type_name("N")
+      ->capture_default_str();
+  app.add_option("--steps", o.steps, "Length of the learning-rate schedule")->type_name("N")->capture_default_str();
+  app.add_option("--stop-after", o.stop_after, "End after this step, in the middle of the schedule")->type_name("N");
+  app.add_option("--lr", o.lr, "Peak learning rate; warm-up, then a cosine to a tenth")->type_name("X")->capture_default_str();
+  app.add_option("--seed", o.seed, "Decides the weights at the start and every batch")->type_name("N")->capture_default_str();
+}
+
+void declare_files(CLI::App& app, Options& o) {
+  const auto out = app.add_option("--out", o.out, "Folder for sharded checkpoints")->type_name("DIR");
+  const auto every = app.add_option("--save-every", o.save_every, "Save each N steps too, not only at the end")->type_name("N")->needs(out);
+  const auto resume = app.add_flag("--resume", o.resume, "Go on from the newest checkpoint in --out, saved by any number of ranks")->needs(out);
+  const auto consolidate =
+      app.add_option("--consolidate", o.consolidate, "At the end write all parameters to one safetensors file")->type_name("FILE");
+  app.add_option("--load", o.load, "Read a consolidated file; evaluate and sample, no training")
+      ->type_name("FILE")
+      ->excludes(out)
+      ->excludes(consolidate);
+  app.add_option("--summary", o.summary, "Write the figures of the run as JSON")->type_name("FILE");
+  app.add_flag("--plain", o.plain, "The same training in plain LibTorch, without libfsdp: one process, nothing saved")
+      ->excludes("--load")
+      ->excludes(out)
+      ->excludes(every)
+      ->excludes(resume)
+      ->excludes(consolidate);
+}
+
+void declare_running(CLI::App& app, Options& o) {
+  app.add_option("--sample", o.sample, "Let the trained model write N bytes")->type_name("N");
+  app.add_option("--log-every", o.log_every, "Steps per line of output")->type_name("N")->capture_default_str();
+  app.add_option("--threads", o.threads, "Intra-op threads per rank; 0 leaves it to LibTorch and OMP_NUM_THREADS")
+      ->type_name("N")
+      ->capture_default_str();
+  app.add_option("--prefetch", o.prefetch, "Units gathered ahead of use; 0 gathers on demand")->type_name("N")->capture_default_str();
+}
+
+void require_at_least(std::string_view flag, std::int64_t value, std::int64_t least) {
+  if (value < least) throw UsageError(fmt::format("{} must be at least {}, got {}", flag, least, value));
+}
+
+void check_counts(const Options& o) {
+  require_at_least("--layers", o.model.layers, 1);
+  require_at_least("--width", o.model.width, 1);
+  require_at_least("--heads", o.model.heads, 1);
+  require_at_least("--context", o.model.context, 1);
+  require_at_least("--batch", o.batch, 1);
+  require_at_least("--steps", o.steps, 1);
+  require_at_least("--log-every", o.log_every, 1);
+  for (const auto& [flag, value] : {std::pair<std::string_view, std::int64_t>{"--stop-after", o.stop_after},
+                                    {"--save-every", o.save_every},
+                                    {"--sample", o.sample},
+                                    {"--seed", o.seed},
+                                    {"--threads", o.threads},
+                                    {"--prefetch", o.prefetch}}) {
+    require_at_least(flag, value, 0);
+  }
+  if (o.model.width % o.model.heads != 0) {
+    throw UsageError(fmt::format("--heads {} does not divide --width {}: choose a width that is a multiple of the heads", o.model.heads,
+                                 o.model.width));
+  }
+  if (!std::isfinite(o.lr) || o.lr <= 0) throw UsageError(fmt::format("--lr must be positive, got {}", o.lr));
+  if (o.strategy != "full_shard") throw UsageError(fmt::format("--strategy {} is not known: expected full_shard", o.strategy));
+}
+
+bool holds_checkpoint(const fs::path& folder) {
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->path().filename().string().starts_with("step-")) return true;
+  }
+  return false;
+}
+
+// Found now and not after hours of training.
+void check_files(const Options& o) {
+  if (!o.out.empty() && fs::exists(o.out) && !fs::is_directory(o.out)) {
+    throw UsageError(fmt::format("--out {} is a file: name a folder", o.out.string()));
+  }
+  if (!o.out.empty() && !o.resume && holds_checkpoint(o.out)) {
+    throw UsageError(fmt::format("--out {} already holds checkpoints: go on from them with --resume, or name another folder", o.out.string()));
+  }
+  if (o.resume && !holds_checkpoint(o.out)) {
+    throw UsageError(fmt::format("--resume found no checkpoint in {}: check --out, or start without --resume", o.out.string()));
+  }
+  if (!o.load.empty() && !fs::is_regular_file(o.load)) {
+    throw UsageError(fmt::format("--load {} is not a file: name one that --consolidate wrote", o.load.string()));
+  }
+  for (const auto& [flag, file] : {std::pair{"--consolidate", o.consolidate}, std::pair{"--summary", o.summary}}) {
+    if (!file.empty() && !fs::is_directory(file.has_parent_path() ? file.parent_path() : fs::path("."))) {
+      throw UsageError(fmt::format("{} {} lies in a folder that does not exist: make {} first", flag, file.string(), file.parent_path().string()));
+    }
+  }
+}
+
+}  // namespace
+
+CommandLine parse_command_line(int argc, const char* const* argv) {
+  CommandLine line;
+  auto& options = line.options;
+  CLI::App app("Trains a GPT on text, its parameters, gradients and optimizer state sharded over the ranks.", "train_gpt");
+  app.footer("Ranks are started by a launcher: fsdp run -n 2 -- train_gpt --steps 500 --out runs/a");
+  declare_training(app, options);
+  declare_files(app, options);
+  declare_running(app, options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    line.help = app.help();
+    return line;
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(fmt::format("{}; see train_gpt --help", error.what()));
+  }
+  if (options.data.empty()) options.data = {TRAIN_GPT_DEFAULT_DATA};
+  check_counts(options);
+  check_files(options);
+  return line;
+}
+
+void check_world_size(const Options& options, int world_size) {
+  if (options.batch % world_size != 0) {
+    throw UsageError(fmt::format("--batch {} does not divide by {} ranks: the batch is that of all ranks together; choose a multiple, e.g. {}",
+                                 options.batch, world_size, (options.batch / world_size + 1) * world_size));
+  }
+  if (options.plain && world_size != 1) {
+    throw UsageError(fmt::format("--plain runs in one process, got {} ranks: start train_gpt without a launcher", world_size));
+  }
+}
+
+double learning_rate(const Options& options, std::int64_t step) {
+  const auto warm_up = std::max<std::int64_t>(options.steps / 20, 1);
+  if (step < warm_up) return options.lr * static_cast<double>(step + 1) / static_cast<double>(warm_up);
+  const double progress = static_cast<double>(step - warm_up) / static_cast<double>(std::max<std::int64_t>(options.steps - warm_up, 1));
+  return options.lr * (0.1 + 0.45 * (1.0 + std::cos(std::numbers::pi * progress)));
+}
+
+}  // namespace gpt

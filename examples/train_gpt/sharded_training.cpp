@@ -1,0 +1,155 @@
+#include "examples/train_gpt/sharded_training.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include <fmt/format.h>
+#include <fsdp/fsdp.h>
+
+#include "examples/train_gpt/inference.h"
+#include "examples/train_gpt/training_log.h"
+
+namespace gpt {
+
+namespace {
+
+fsdp::AdamW adamw(const Options& options) {
+  const auto is_bias_or_norm = [](const std::string&, std::int64_t ndim) { return ndim < 2; };
+  return {.lr = options.lr,
+          .betas = kBetas,
+          .weight_decay = kWeightDecay,
+          .groups = {{.matches = is_bias_or_norm, .weight_decay = 0.0}}};
+}
+
+// Bytes of this rank at their peak: what the engine keeps, and what LibTorch allocated for activations since `baseline`.
+struct MemoryUse {
+  std::size_t baseline = 0, activations = 0;
+
+  std::size_t total(const fsdp::MemoryReport& engine) const {
+    return engine.total_bytes() + engine.peak_overflow_bytes + activations;
+  }
+  // The least that plain LibTorch needs: there, gradients come alive while activations die.
+  std::size_t plain_total(std::size_t unsharded_bytes, std::size_t gradient_bytes) const {
+    return unsharded_bytes - gradient_bytes + std::max(gradient_bytes, activations);
+  }
+};
+
+void report_memory(Report& report, const fsdp::Engine& engine, const MemoryUse& use, std::size_t plain_total) {
+  const auto plan = engine.plan();
+  const auto& predicted = plan.predicted;
+  const auto measured = engine.memory();
+  const auto row = [&](const char* kind, std::size_t fsdp::MemoryReport::* bytes) {
+    return MemoryRow{kind, predicted.*bytes, measured.*bytes, std::nullopt};
+  };
+  report.memory({row("parameter shards", &fsdp::MemoryReport::parameter_shard_bytes),
+                 row("gradient shards", &fsdp::MemoryReport::gradient_shard_bytes),
+                 row("optimizer state", &fsdp::MemoryReport::optimizer_bytes),
+                 row("arena for gathered units", &fsdp::MemoryReport::arena_bytes),
+                 row("communication", &fsdp::MemoryReport::communication_bytes),
+                 row("overflow beside the arena", &fsdp::MemoryReport::peak_overflow_bytes),
+                 {"model and optimizer", predicted.total_bytes(), measured.total_bytes() + measured.peak_overflow_bytes, plan.unsharded_bytes},
+                 {"activations", std::nullopt, use.activations, use.activations},
+                 {"total", std::nullopt, use.total(measured), plain_total}});
+}
+
+class ShardedTraining {
+ public:
+  ShardedTraining(const fsdp::Context& context, const Options& options, const Corpus& corpus, AllocationCounter& allocations)
+      : context_(context),
+        options_(options),
+        corpus_(corpus),
+        allocations_(allocations),
+        model_(options.model),
+        engine_(fsdp::shard(context, model_, {.units = fsdp::units<Block>(), .prefetch = options.prefetch})) {}
+
+  Summary run(Report& report) {
+    Summary summary{.world_size = context_.world_size(), .bigram_entropy = corpus_.bigram_entropy()};
+    for (const auto& parameter : model_->parameters()) summary.parameters += parameter.numel();
+    if (options_.load.empty()) {
+      train(report, summary);
+    } else {
+      engine_.load_consolidated(options_.load);
+    }
+    summary.held_out_after = held_out();
+    if (!options_.consolidate.empty()) engine_.consolidate(options_.consolidate);
+    summary.sample = sample(model_, {.bytes = options_.sample, .seed = options_.seed});
+    return summary;
+  }
+
+ private:
+  void train(Report& report, Summary& summary) {
+    auto optimizer = engine_.optimizer(adamw(options_));
+    report.heading("plan");
+    report.line(engine_.plan().to_string());
+    if (options_.resume) resume(report, summary);
+    summary.last_step = std::max(summary.first_step, options_.last_step());
+
+    report.heading("training");
+    allocations_.reset_peak();
+    MemoryUse use{.baseline = allocations_.live_bytes()};
+    TrainingLog log(options_, report, summary, [this](double value) { return context_.mean(value); });
+    for (auto step = summary.first_step; step < options_.last_step(); ++step) {
+      const auto begin = std::chrono::steady_clock::now();
+      optimizer.set_lr(learning_rate(options_, step));
+      const auto loss = next_byte_loss(model_, to_tensor(batch(step)));
+      loss.backward();
+      const auto result = optimizer.step({.max_grad_norm = kMaxGradNorm});
+      const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+
+      use.activations = std::max(use.activations, allocations_.peak_bytes() - use.baseline);
+      log.add(step, {.loss = loss.item<double>(),
+                     .grad_norm = result.grad_norm,
+                     .seconds = time.count(),
+                     .memory_bytes = use.total(engine_.memory())});
+      if (is_save_due(step + 1)) engine_.save(options_.out);
+    }
+    summary.peak_bytes = use.total(engine_.memory());
+    const auto gradient_bytes = static_cast<std::size_t>(summary.parameters) * sizeof(float);
+    summary.plain_bytes = use.plain_total(engine_.plan().unsharded_bytes, gradient_bytes);
+    report_memory(report, engine_, use, summary.plain_bytes);
+  }
+
+  void resume(Report& report, Summary& summary) {
+    const auto step = engine_.resume(options_.out);
+    if (!step) throw UsageError(fmt::format("--resume found no complete checkpoint in {}: start without --resume", options_.out.string()));
+    summary.first_step = *step;
+    summary.held_out_before = held_out();
+    report.line(fmt::format("resumed {} at step {}: held-out loss {:.6f}", options_.out.string(), *step, *summary.held_out_before));
+  }
+
+  Windows batch(std::int64_t step) const {
+    return corpus_.batch({.seed = options_.seed,
+                          .step = step,
+                          .global_rows = options_.batch,
+                          .rank = context_.rank(),
+                          .world_size = context_.world_size()});
+  }
+
+  double held_out() {
+    return held_out_loss(model_, corpus_,
+                         {.rank = context_.rank(),
+                          .world_size = context_.world_size(),
+                          .mean = [this](double value) { return context_.mean(value); }});
+  }
+
+  bool is_save_due(std::int64_t done) const {
+    if (options_.out.empty()) return false;
+    return done == options_.last_step() || (options_.save_every > 0 && done % options_.save_every == 0);
+  }
+
+  const fsdp::Context& context_;
+  const Options& options_;
+  const Corpus& corpus_;
+  AllocationCounter& allocations_;
+  GPT model_;
+  fsdp::Engine engine_;
+};
+
+}  // namespace
+
+Summary train_sharded(const fsdp::Context& context, const Options& options, const Corpus& corpus, AllocationCounter& allocations,
+                      Report& report) {
+  return ShardedTraining(context, options, corpus, allocations).run(report);
+}
+
+}  // namespace gpt

@@ -1,0 +1,9 @@
+// All of libfsdp's public interface.
+#pragma once
+
+#include <fsdp/checkpoint.h>
+#include <fsdp/context.h>
+#include <fsdp/engine.h>
+#include <fsdp/error.h>
+#include <fsdp/optimizer.h>
+#include <fsdp/options.h>

@@ -1,0 +1,74 @@
+// Optimizers over this rank's flat shards: one fused pass, no step of which sees a full parameter.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fsdp {
+
+// Overrides for the parameters that `matches` accepts; the first group that matches a parameter's dotted name wins. `ndim`
+// is its number of dimensions (biases and norms have 1).
+struct ParameterGroup {
+  std::function<bool(const std::string& name, std::int64_t ndim)> matches{};
+  std::optional<double> weight_decay;
+  double lr_scale = 1.0;               // times the optimizer's lr
+};
+using ParameterGroups = std::vector<ParameterGroup>;
+
+// Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), bias-corrected as in torch::optim::AdamW.
+struct AdamW {
+  double lr = 1e-3;
+  std::array<double, 2> betas{0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+  ParameterGroups groups{};
+};
+
+// torch::optim::SGD without dampening: weight decay is added to the gradient.
+struct SGD {
+  double lr = 1e-3;
+  double momentum = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  ParameterGroups groups{};
+};
+
+// What step() does where a gradient is NaN or infinite on any rank; all ranks decide alike.
+enum class OnNonFinite { kFail, kSkip };
+
+struct StepOptions {
+  std::optional<double> max_grad_norm;              // 2-norm over all parameters of all ranks; positive
+  OnNonFinite on_non_finite = OnNonFinite::kFail;   // kFail throws on every rank before anything changes, naming the first bad parameter
+};
+
+struct StepResult {
+  double grad_norm = 0;                // before clipping; the same bits on every rank
+  bool skipped = false;
+  std::string first_bad_parameter{};   // empty where all were finite
+};
+
+class EngineState;
+
+// Made by Engine::optimizer; the engine must outlive it. Not thread-safe.
+class Optimizer {
+ public:
+  explicit Optimizer(EngineState& engine) : engine_(&engine) {}
+  // Collective, the one point of a step that is alike on all ranks: finishes pending reductions, clips, updates the shards, clears the
+  // gradients. Parameters that no rank used since the last step are left alone, decay included. Throws CommunicationError,
+  // and InvalidArgument where a parameter's storage, hook or dispatch key is no longer the engine's.
+  StepResult step(const StepOptions& options = {});
+  // Drops the gradients accumulated so far. Call on every rank.
+  void zero_grad();
+  void set_lr(double lr);
+  double lr() const;
+
+ private:
+  EngineState* engine_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,46 @@
+// Ranks as threads of this process, for tests: the library's own and its users'.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <fsdp/context.h>
+
+namespace fsdp {
+
+// What is to go wrong, or slow, on the thread backend.
+struct Fault {
+  enum class Kind { kDelay, kThrow };
+  Kind kind = Kind::kDelay;
+  std::string operation = {};             // "gather", "reduce", "all_reduce", "barrier", "broadcast", "all_gather", "reduce_scatter", "allocate", or "" = any
+  int rank = -1;                          // -1 = every rank
+  int after = 0;                          // matching calls of that rank to let pass first
+  int count = 1;                          // how many matching calls are hit after those; -1 = all
+  std::chrono::milliseconds delay{0};     // kDelay only
+};
+using FaultPlan = std::vector<Fault>;
+
+// One call of a communicator, as recorded. Times are steady_clock nanoseconds.
+struct CommunicatorRecord {
+  std::string operation = {}, label = {};
+  std::size_t bytes = 0;                  // bytes written by this rank
+  const void* output = nullptr;
+  std::int64_t begin_ns = 0, end_ns = 0;
+};
+
+struct RunRanksOptions {
+  std::string backend = "thread";
+  std::chrono::milliseconds timeout{60'000};
+  FaultPlan faults = {};
+  // If set: called with (rank, record) after each communicator call, from the calling thread.
+  std::function<void(int, const CommunicatorRecord&)> on_record = {};
+};
+
+// Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and the first
+// error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text. Throws
+// InvalidArgument for world_size < 1 or an unknown backend. Thread ranks share LibTorch's default generator.
+void run_ranks(int world_size, const std::function<void(Context)>& body, const RunRanksOptions& options = {});
+
+}  // namespace fsdp

@@ -1,0 +1,76 @@
+#include <fsdp/engine.h>
+
+#include <functional>
+
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+#include "sharding/engine_state.h"
+
+namespace fsdp {
+namespace {
+
+// Ranks with different models would agree on nothing that follows.
+void check_same_model(const Context& context, const std::vector<CutUnit>& units) {
+  struct Summary {
+    std::uint64_t hash = 0;
+    std::int64_t parameters = 0, numel = 0;
+    bool operator==(const Summary&) const = default;
+  } own;
+  const auto mix = [&own](std::uint64_t value) { own.hash = (own.hash ^ value) * 1099511628211ULL; };
+  for (const CutUnit& unit : units) {
+    mix(std::hash<std::string>()(unit.name));
+    for (const NamedParameter& p : unit.parameters) {
+      mix(std::hash<std::string>()(p.name));
+      mix(static_cast<std::uint64_t>(p.tensor.scalar_type()) * 2 + static_cast<std::uint64_t>(p.tensor.requires_grad()));
+      for (const std::int64_t size : p.tensor.sizes()) mix(static_cast<std::uint64_t>(size));
+      ++own.parameters;
+      own.numel += p.tensor.numel();
+    }
+  }
+  std::vector<Summary> all(static_cast<std::size_t>(context.world_size()));
+  context.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
+  for (int rank = 1; rank < context.world_size(); ++rank) {
+    const Summary& other = all[static_cast<std::size_t>(rank)];
+    if (other == all[0]) continue;
+    throw InvalidArgument(fmt::format("fsdp::shard: rank {} has another model or other units than rank 0 ({} parameters of {} elements, rank 0 {} of {}); build the same on every rank",
+                                      rank, other.parameters, other.numel, all[0].parameters, all[0].numel), rank);
+  }
+}
+
+}  // namespace
+
+Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, const ShardOptions& options) {
+  if (module == nullptr) throw InvalidArgument("fsdp::shard: expected a module, got a null pointer");
+  if (options.prefetch < 0 || options.prefetch > 62) {
+    throw InvalidArgument(fmt::format("fsdp::shard: expected prefetch in 0..62, got {}", options.prefetch));
+  }
+  std::vector<CutUnit> units = cut_units(*module, options.units);
+  check_same_model(context, units);
+  return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), options));
+}
+
+Engine::Engine(std::unique_ptr<EngineState> state) : state_(std::move(state)) {}
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+Engine::~Engine() = default;
+
+Optimizer Engine::optimizer(AdamW options) { return state_->make_optimizer(std::move(options)); }
+Optimizer Engine::optimizer(SGD options) { return state_->make_optimizer(std::move(options)); }
+void Engine::save(const std::filesystem::path& dir) { state_->save(dir); }
+std::optional<std::int64_t> Engine::resume(const std::filesystem::path& dir) { return state_->resume(dir); }
+void Engine::consolidate(const std::filesystem::path& file) { state_->consolidate(file); }
+void Engine::load_consolidated(const std::filesystem::path& file) { state_->load_consolidated(file); }
+std::vector<ShardView> Engine::shard_views() const { return state_->shard_views(); }
+std::vector<ShardView> Engine::gradient_views() { return state_->gradient_views(); }
+MemoryReport Engine::memory() const { return state_->memory(); }
+Plan Engine::plan() const { return state_->plan(); }
+std::int64_t Engine::step() const { return state_->steps(); }
+
+StepResult Optimizer::step(const StepOptions& options) { return engine_->step(options); }
+void Optimizer::zero_grad() { engine_->zero_grad(); }
+void Optimizer::set_lr(double lr) { engine_->optimizer().set_lr(lr); }
+double Optimizer::lr() const { return engine_->optimizer().lr(); }
+
+}  // namespace fsdp

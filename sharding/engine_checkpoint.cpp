@@ -1,0 +1,154 @@
+// Save, resume, and the consolidated file: the engine's side of <fsdp/checkpoint.h>.
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+
+#include <fsdp/checkpoint.h>
+#include <fsdp/error.h>
+
+#include "sharding/engine_state.h"
+
+namespace fsdp {
+namespace {
+
+constexpr const char* kRandomState = "rng";
+constexpr const char* kStep = "step";
+std::string step_scalar(const std::string& parameter) { return "optimizer_step." + parameter; }
+
+std::vector<std::byte> random_state() {
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const std::lock_guard lock(generator.mutex());
+  const at::Tensor state = generator.get_state();
+  const auto* bytes = static_cast<const std::byte*>(state.const_data_ptr());
+  return {bytes, bytes + state.nbytes()};
+}
+
+void set_random_state(const std::vector<std::byte>& bytes) {
+  at::Tensor state = at::empty({static_cast<std::int64_t>(bytes.size())}, at::TensorOptions(at::kByte));
+  std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+// Every rank learns whether the others succeeded; the first failing rank's text is thrown on all.
+template <class Body>
+void together(Communicator& communicator, const Body& body) {
+  constexpr std::size_t kTextBytes = 4096;
+  std::vector<std::byte> own(kTextBytes), all(kTextBytes * static_cast<std::size_t>(communicator.world_size()));
+  try {
+    body();
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    std::memcpy(own.data(), text.data(), std::min(text.size(), kTextBytes - 1));
+  }
+  communicator.all_gather(own, all);
+  for (int rank = 0; rank < communicator.world_size(); ++rank) {
+    const char* text = reinterpret_cast<const char*>(all.data()) + static_cast<std::size_t>(rank) * kTextBytes;
+    if (*text != '\0') throw CheckpointError(fmt::format("rank {}: {}", rank, text), rank);
+  }
+}
+
+}  // namespace
+
+void EngineState::save(const std::filesystem::path& dir) {
+  guarded("Engine::save", [&] {
+    CheckpointContent content;
+    content.step = core_.step;
+    content.views = shard_views();
+    content.scalars[kStep] = core_.step;
+    for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
+      const ShardedParameter& p = core_.model.parameters[i];
+      for (const std::string& name : p.tied_names) content.tied[name] = p.name;
+      if (optimizer_ != nullptr && p.trainable_index >= 0) content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
+    }
+    content.rank_state[kRandomState] = random_state();
+    save_checkpoint(core_.communicator(), dir, content);
+  });
+}
+
+std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir) {
+  return guarded("Engine::resume", [&]() -> std::optional<std::int64_t> {
+    const c10::InferenceMode normal_mode(false);
+    drop_resident("Engine::resume");
+    const std::optional<LoadedCheckpoint> loaded = load_checkpoint(core_.communicator(), dir, shard_views());
+    if (!loaded) return std::nullopt;
+    core_.step = loaded->step;
+    for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
+      const ShardedParameter& p = core_.model.parameters[i];
+      if (optimizer_ == nullptr || p.trainable_index < 0) continue;
+      const auto steps = loaded->scalars.find(step_scalar(p.name));
+      optimizer_->parameter_steps()[i] = steps != loaded->scalars.end() ? steps->second : 0;
+    }
+    if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end()) set_random_state(random->second);
+    core_.communicator().barrier();
+    return loaded->step;
+  });
+}
+
+// Puts together one whole parameter from its owners, in row-major order.
+void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) const {
+  const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+  const std::size_t element_bytes = size_of(p.dtype);
+  at::Tensor in_memory_order;
+  std::byte* target = bytes.data();
+  if (!p.tensor.is_contiguous()) {
+    in_memory_order = zeroed_bytes(bytes.size());
+    target = static_cast<std::byte*>(in_memory_order.mutable_data_ptr());
+  }
+  for (int rank = 0; rank < context().world_size(); ++rank) {
+    const ShardPiece piece = group.layout->piece(p.index_in_group, rank);
+    core_.communicator().read(*core_.parameters, rank, group.shard_offset + static_cast<std::size_t>(piece.shard_offset) * element_bytes,
+                              {target + static_cast<std::size_t>(piece.begin) * element_bytes, static_cast<std::size_t>(piece.numel()) * element_bytes});
+  }
+  if (in_memory_order.defined()) {
+    const at::Tensor row_major = make_plain_view(target, p.tensor).contiguous();
+    std::memcpy(bytes.data(), row_major.const_data_ptr(), bytes.size());
+  }
+}
+
+void EngineState::consolidate(const std::filesystem::path& file) {
+  guarded("Engine::consolidate", [&] {
+    core_.communicator().barrier();   // every rank's shards are final
+    together(core_.communicator(), [&] {
+      if (!context().is_main()) return;
+      std::vector<TensorInfo> tensors;
+      std::map<std::string, std::string> tied;
+      std::map<std::string, const ShardedParameter*> by_name;
+      for (const ShardedParameter& p : core_.model.parameters) {
+        tensors.push_back({p.name, p.dtype, p.tensor.sizes().vec()});
+        by_name[p.name] = &p;
+        for (const std::string& name : p.tied_names) tied[name] = p.name;
+      }
+      write_consolidated(file, tensors, tied, [&](const TensorInfo& info, std::span<std::byte> bytes) { fetch(*by_name.at(info.name), bytes); });
+    });
+  });
+}
+
+void EngineState::load_consolidated(const std::filesystem::path& file) {
+  guarded("Engine::load_consolidated", [&] {
+    drop_resident("Engine::load_consolidated");
+    std::vector<ShardView> views = shard_views();
+    std::erase_if(views, [](const ShardView& view) { return view.kind != ShardKind::kParameter; });
+    std::map<std::string, std::string> tied;
+    for (const ShardedParameter& p : core_.model.parameters) {
+      for (const std::string& name : p.tied_names) tied[name] = p.name;
+    }
+    together(core_.communicator(), [&] { read_consolidated(file, views, tied); });
+  });
+}
+
+void EngineState::drop_resident(std::string_view operation) {
+  std::unique_lock lock(core_.mutex);
+  pager_.free_all(lock);
+  settle(lock, operation);
+  end_step(/*updated=*/false);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,46 @@
+#include "sharding/engine_core.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+
+namespace fsdp {
+namespace {
+
+std::vector<int> trainable_counts(const ShardedModel& model) {
+  std::vector<int> counts;
+  for (const UnitLayout& unit : model.units) counts.push_back(static_cast<int>(unit.trainable.size()));
+  return counts;
+}
+
+}  // namespace
+
+at::Tensor zeroed_bytes(std::size_t bytes) {
+  const c10::InferenceMode normal_mode(false);
+  return at::zeros({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte));
+}
+
+EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, int the_prefetch, StorageOwner* owner)
+    : context(the_context), prefetch(the_prefetch), model(std::move(units), the_context.communicator(), owner),
+      parameters(communicator().allocate(model.parameter_shard_bytes)), gradients(zeroed_bytes(model.state_shard_bytes)),
+      mailbox(communicator(), static_cast<int>(model.units.size()), slots_for(prefetch)),
+      slots(communicator(), mailbox, slots_for(prefetch), model.slot_bytes), timeline(trainable_counts(model), prefetch),
+      stream(communicator(), [this] { changed.notify_all(); }) {}
+
+std::string EngineCore::describe(std::string_view operation, int unit) const {
+  return fmt::format("{} of unit {} (rank {}, step {})", operation, unit_name(unit), context.rank(), step.load());
+}
+
+void EngineCore::announce(const StepPlan* plan) {
+  const std::uint64_t fingerprint = plan != nullptr ? plan->fingerprint : 0;
+  if (fingerprint == announced_plan) return;
+  announced_plan = fingerprint;
+  mailbox.set_plan(fingerprint);
+}
+
+void EngineCore::check() const {
+  stream.check();
+  communicator().check();
+}
+
+}  // namespace fsdp

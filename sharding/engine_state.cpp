@@ -1,0 +1,323 @@
+#include "sharding/engine_state.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+#include "sharding/optimizer_kernels.h"
+
+namespace fsdp {
+namespace {
+
+// The post-accumulate hook of all parameters of one engine; outlives it where a backward is in flight.
+class EngineHook final : public GradientHook {
+ public:
+  explicit EngineHook(EngineState& engine) : engine_(engine) {}
+  void on_gradient(const at::Tensor& parameter) override { engine_.on_gradient(parameter); }
+
+ private:
+  EngineState& engine_;
+};
+
+}  // namespace
+
+EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units, const ShardOptions& options)
+    : module_(std::move(module)), options_(options), core_(context, std::move(units), options.prefetch, this), pager_(core_),
+      reducer_(core_, pager_), hook_(std::make_shared<EngineHook>(*this)), gradients_(core_.model.parameters.size()) {
+  broadcast_parameters();
+  core_.model.take_over(hook_);
+}
+
+EngineState::~EngineState() {
+  try {
+    std::unique_lock lock(core_.mutex);
+    pager_.free_all(lock);
+  } catch (...) {
+    // A peer is gone or an operator still runs; the storages are given up all the same.
+  }
+  core_.model.release();
+}
+
+// Each rank takes its shards from what rank 0 packed into its first slot.
+void EngineState::broadcast_parameters() {
+  constexpr int kSlot = 0;
+  Communicator& communicator = core_.communicator();
+  for (const UnitLayout& unit : core_.model.units) {
+    if (context().is_main()) {
+      for (const int index : unit.groups) {
+        const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+        core_.model.pack(group, core_.slots.data(kSlot) + group.slot_offset);
+      }
+    }
+    communicator.barrier();
+    for (const int index : unit.groups) {
+      const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+      const std::size_t share = static_cast<std::size_t>(communicator.rank()) * group.shard_bytes();
+      communicator.read(core_.slots.segment(), /*rank=*/0, core_.slots.location(kSlot) + group.slot_offset + share,
+                        {core_.parameter_shard(group), group.shard_bytes()});
+    }
+    communicator.barrier();
+  }
+}
+
+std::vector<int> EngineState::units_of(const OperatorUse& use) const {
+  std::vector<int> units;
+  for (const PagedStorage* storage : use.storages) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
+    const int unit = core_.model.parameters[static_cast<std::size_t>(group.parameters.front())].unit;
+    if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+  }
+  return units;
+}
+
+void EngineState::begin_step() {
+  if (identity_checked_) return;
+  core_.model.check_identity();
+  identity_checked_ = true;
+}
+
+// NOTE [Writes to parameters]
+// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) runs on every rank: all gather the old values, all write their resident copy, each
+// copies its own range back to its shard. The barriers keep a rank from gathering a mixture; the resident copies are dropped,
+// since ranks may have written different values (random initialisation) and the shards decide.
+void EngineState::acquire(const OperatorUse& use) {
+  const std::vector<int> units = units_of(use);
+  {
+    std::unique_lock lock(core_.mutex);
+    begin_step();
+    pager_.acquire(lock, units);
+  }
+  if (!use.writes) return;
+  try {
+    guarded(use.name, [&] { core_.communicator().barrier(); });
+  } catch (...) {
+    const std::lock_guard lock(core_.mutex);
+    pager_.release(units, /*discard=*/true);
+    throw;
+  }
+}
+
+void EngineState::release(const OperatorUse& use, bool completed) {
+  const std::vector<int> units = units_of(use);
+  struct Unpin {
+    EngineState& engine;
+    const std::vector<int>& units;
+    bool discard;
+    ~Unpin() {
+      const std::lock_guard lock(engine.core_.mutex);
+      engine.pager_.release(units, discard);
+    }
+  } const unpin{*this, units, use.writes};
+  if (!use.writes || !completed) return;
+  for (const PagedStorage* storage : use.storages) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
+    const std::byte* flat = static_cast<const std::byte*>(storage->data());
+    std::memcpy(core_.parameter_shard(group), flat + static_cast<std::size_t>(context().rank()) * group.shard_bytes(), group.shard_bytes());
+  }
+  guarded(use.name, [&] { core_.communicator().barrier(); });
+}
+
+void EngineState::accumulate_gradient(PagedStorage& storage, const at::Tensor& added) {
+  const std::lock_guard lock(core_.mutex);
+  gradients_[static_cast<std::size_t>(storage.index())].delivered = added;
+}
+
+void EngineState::clear_gradient(PagedStorage& storage) {
+  const std::lock_guard lock(core_.mutex);
+  gradients_[static_cast<std::size_t>(storage.index())].cleared = true;
+}
+
+std::string EngineState::parameter_name(const PagedStorage& storage, std::int64_t offset) const { return core_.model.parameter_name(storage, offset); }
+
+void EngineState::on_gradient(const at::Tensor& tensor) {
+  const ShardedParameter& p = core_.model.parameter_of(tensor);
+  const auto index = static_cast<std::size_t>(&p - core_.model.parameters.data());
+  at::Tensor& grad = tensor.mutable_grad();
+  if (!grad.defined()) return;
+  std::unique_lock lock(core_.mutex);
+  begin_step();
+  GradientSlot& slot = gradients_[index];
+  const bool was_placeholder = grad.is_same(p.placeholder);
+  at::Tensor gradient = was_placeholder ? std::exchange(slot.delivered, at::Tensor()) : std::exchange(grad, p.placeholder);
+  if (!gradient.defined()) return;
+  const auto refuse = [&](std::string_view what, std::string_view remedy) {
+    grad.reset();
+    throw InvalidArgument(fmt::format("{} of parameter {} is refused; {}", what, p.name, remedy));
+  };
+  if (at::GradMode::is_enabled()) refuse("backward(create_graph=true): the gradient", "use torch::autograd::grad with create_graph, which keeps the graph and accumulates nothing");
+  if (gradient.layout() != at::kStrided) refuse("a sparse gradient", "build the torch::nn::Embedding with sparse(false)");
+  const bool restarts = slot.taken && (slot.cleared || !was_placeholder);
+  slot.taken = true;
+  slot.cleared = false;
+  reducer_.take(lock, static_cast<int>(index), std::move(gradient), restarts);
+}
+
+Optimizer EngineState::make_optimizer(OptimizerOptions options) {
+  if (optimizer_ != nullptr) throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
+  optimizer_ = std::make_unique<ShardedOptimizer>(core_, std::move(options));
+  return Optimizer(*this);
+}
+
+ShardedOptimizer& EngineState::optimizer() {
+  if (optimizer_ == nullptr) throw InvalidArgument("this engine has no optimizer yet; call Engine::optimizer first");
+  return *optimizer_;
+}
+
+std::vector<bool> EngineState::used_here() const {
+  std::vector<bool> used(gradients_.size());
+  for (std::size_t i = 0; i < used.size(); ++i) {
+    const ShardedParameter& p = core_.model.parameters[i];
+    used[i] = gradients_[i].taken && !gradients_[i].cleared && p.tensor.grad().is_same(p.placeholder);
+  }
+  return used;
+}
+
+void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) { reducer_.settle(lock, operation, used_here()); }
+
+StepResult EngineState::step(const StepOptions& options) {
+  if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
+    throw InvalidArgument(fmt::format("Optimizer::step: expected max_grad_norm above 0, got {}", *options.max_grad_norm));
+  }
+  ShardedOptimizer& sharded = optimizer();
+  core_.model.check_identity();
+  return guarded("Optimizer::step", [&] {
+    std::unique_lock lock(core_.mutex);
+    pager_.free_all(lock);
+    settle(lock, "Optimizer::step");
+    lock.unlock();
+    const ShardedOptimizer::Norm norm = sharded.gradient_norm(reducer_.used());
+    StepResult result{.grad_norm = norm.value};
+    if (norm.first_bad >= 0) {
+      result.first_bad_parameter = core_.model.parameters[static_cast<std::size_t>(norm.first_bad)].name;
+      if (options.on_non_finite == OnNonFinite::kFail) {
+        throw Error(ErrorId::kNonFinite, fmt::format("step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; lower the learning rate, "
+                                                     "look at this step's batch, or skip such steps with StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
+                                                     core_.step.load(), result.first_bad_parameter));
+      }
+      result.skipped = true;
+    } else {
+      // As torch::nn::utils::clip_grad_norm_: never above 1, and a zero norm divides by nothing.
+      const double scale = options.max_grad_norm ? std::min(1.0, *options.max_grad_norm / (norm.value + 1e-6)) : 1.0;
+      sharded.update(reducer_.used(), scale);
+    }
+    lock.lock();
+    end_step(/*updated=*/!result.skipped);
+    lock.unlock();
+    core_.communicator().barrier();   // no rank gathers before all have stepped
+    return result;
+  });
+}
+
+void EngineState::zero_grad() {
+  guarded("Optimizer::zero_grad", [&] {
+    std::unique_lock lock(core_.mutex);
+    settle(lock, "Optimizer::zero_grad");
+    drop_gradients();
+  });
+}
+
+void EngineState::end_step(bool updated) {
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
+    // A graph kept over the step saved the old values; its backward must throw, as after torch::optim's in-place update.
+    if (updated && reducer_.used()[i]) bump_version(core_.model.parameters[i].tensor);
+  }
+  drop_gradients();
+  core_.timeline.finish_step();
+  // Announced before the last barrier: from the first touch of the next step on, ranks can count on each other.
+  core_.announce(core_.timeline.expected());
+  identity_checked_ = false;
+  if (updated) ++core_.step;
+}
+
+void EngineState::drop_gradients() {
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
+    if (gradients_[i].taken) core_.model.parameters[i].tensor.mutable_grad().reset();
+    gradients_[i] = {};
+  }
+  reducer_.forget();
+}
+
+ShardView EngineState::view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const {
+  return {.name = std::move(prefix) + p.name, .kind = kind, .dtype = dtype, .shape = p.tensor.sizes().vec(), .strides = p.tensor.strides().vec(),
+          .begin = p.piece.begin, .end = p.piece.end, .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype)};
+}
+
+std::vector<ShardView> EngineState::shard_views() const {
+  std::vector<ShardView> views;
+  for (const ShardedParameter& p : core_.model.parameters) {
+    views.push_back(view_of(p, ShardKind::kParameter, p.dtype, "", core_.parameter_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
+  }
+  if (optimizer_ == nullptr) return views;
+  const std::vector<std::string> names = optimizer_->state_names();
+  for (std::size_t which = 0; which < names.size(); ++which) {
+    for (const ShardedParameter& p : core_.model.parameters) {
+      if (p.trainable_index < 0) continue;
+      const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+      views.push_back(view_of(p, ShardKind::kOptimizer, state_dtype(p.dtype), names[which] + ".", optimizer_->state(which, group)));
+    }
+  }
+  return views;
+}
+
+std::vector<ShardView> EngineState::gradient_views() {
+  return guarded("Engine::gradient_views", [&] {
+    std::unique_lock lock(core_.mutex);
+    settle(lock, "Engine::gradient_views");
+    std::vector<ShardView> views;
+    for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
+      const ShardedParameter& p = core_.model.parameters[i];
+      if (!reducer_.used()[i]) continue;
+      views.push_back(view_of(p, ShardKind::kGradient, state_dtype(p.dtype), "", core_.gradient_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
+    }
+    return views;
+  });
+}
+
+MemoryReport EngineState::memory() {
+  const std::lock_guard lock(core_.mutex);
+  return {.parameter_shard_bytes = core_.parameters->bytes(), .gradient_shard_bytes = core_.model.state_shard_bytes,
+          .optimizer_bytes = optimizer_ != nullptr ? optimizer_->state_bytes() : 0, .arena_bytes = core_.slots.bytes(),
+          .communication_bytes = core_.mailbox.bytes(), .resident_bytes = pager_.resident_bytes(), .held_gradient_bytes = reducer_.held_bytes(),
+          .peak_overflow_bytes = pager_.peak_overflow_bytes(), .overflows = pager_.overflows() + reducer_.held_rounds()};
+}
+
+Plan EngineState::plan() {
+  Plan plan;
+  plan.predicted = memory();
+  const std::lock_guard lock(core_.mutex);
+  plan.world_size = context().world_size();
+  plan.backend = context().backend();
+  plan.prefetch = core_.prefetch;
+  plan.slots = slots_for(core_.prefetch);
+  plan.slot_bytes = core_.model.slot_bytes;
+  plan.intra_op_threads = at::get_num_threads();
+  plan.dispatch_key = touch_key_name();
+  plan.units_by = options_.units.predicate ? "predicate" : !options_.units.names.empty() ? "name" : "size";
+  const std::size_t states = optimizer_ != nullptr ? optimizer_->state_names().size() : 0;
+  for (const UnitLayout& unit : core_.model.units) plan.units.push_back({.name = unit.name, .parameter_bytes = unit.slot_bytes});
+  for (const ShardedParameter& p : core_.model.parameters) {
+    UnitPlan& unit = plan.units[static_cast<std::size_t>(p.unit)];
+    const std::int64_t numel = p.tensor.numel();
+    unit.numel += numel;
+    plan.unsharded_bytes += static_cast<std::size_t>(numel) * size_of(p.dtype);
+    if (p.trainable_index < 0) continue;
+    unit.trainable_numel += numel;
+    plan.unsharded_bytes += static_cast<std::size_t>(numel) * size_of(p.dtype) * (1 + states);
+  }
+  if (const StepPlan* last = core_.timeline.last_plan()) {
+    for (const auto& run : last->runs) {
+      std::string names;
+      for (const int unit : run.units) names += (names.empty() ? "" : "+") + core_.unit_name(unit);
+      plan.timeline.push_back(std::move(names));
+    }
+  }
+  return plan;
+}
+
+}  // namespace fsdp

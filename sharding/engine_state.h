@@ -1,0 +1,96 @@
+// One engine: paging, reductions and the optimizer over one core.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include <fsdp/engine.h>
+#include <fsdp/error.h>
+
+#include "memory/torch_storage.h"
+#include "sharding/engine_core.h"
+#include "sharding/gradient_reducer.h"
+#include "sharding/pager.h"
+#include "sharding/sharded_optimizer.h"
+
+namespace fsdp {
+
+class EngineState final : public StorageOwner {
+ public:
+  // Collective. `units` are the module's, cut by the options.
+  EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units, const ShardOptions& options);
+  ~EngineState() override;
+
+  // StorageOwner: what the dispatcher's fallback asks for.
+  void acquire(const OperatorUse& use) override;
+  void release(const OperatorUse& use, bool completed) override;
+  void accumulate_gradient(PagedStorage& storage, const at::Tensor& added) override;
+  void clear_gradient(PagedStorage& storage) override;
+  std::string parameter_name(const PagedStorage& storage, std::int64_t offset) const override;
+
+  void on_gradient(const at::Tensor& parameter);
+
+  Optimizer make_optimizer(OptimizerOptions options);
+  StepResult step(const StepOptions& options);
+  void zero_grad();
+  ShardedOptimizer& optimizer();
+
+  void save(const std::filesystem::path& dir);
+  std::optional<std::int64_t> resume(const std::filesystem::path& dir);
+  void consolidate(const std::filesystem::path& file);
+  void load_consolidated(const std::filesystem::path& file);
+
+  std::vector<ShardView> shard_views() const;
+  std::vector<ShardView> gradient_views();
+  MemoryReport memory();
+  Plan plan();
+  std::int64_t steps() const { return core_.step.load(); }
+
+ private:
+  // What became of a trainable parameter's .grad since the last step.
+  struct GradientSlot {
+    bool taken = false;        // a placeholder was left
+    bool cleared = false;      // and zeroed in place by the user
+    at::Tensor delivered;      // autograd added this to the placeholder; the hook comes next
+  };
+
+  std::vector<int> units_of(const OperatorUse& use) const;
+  void begin_step();
+  void broadcast_parameters();
+  std::vector<bool> used_here() const;
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
+  void end_step(bool updated);
+  void drop_gradients();
+  // Runs a collective part; a failure of one rank ends the others' waits too.
+  template <class Body>
+  auto guarded(std::string_view operation, const Body& body) -> decltype(body()) {
+    try {
+      return body();
+    } catch (const CommunicationError& error) {
+      core_.communicator().abort(std::string(operation) + ": " + error.what());
+      throw;
+    }
+  }
+  const Context& context() const { return core_.context; }
+  ShardView view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const;
+  void fetch(const ShardedParameter& p, std::span<std::byte> bytes) const;
+  // Before shards change from outside: nothing resident, nothing accumulated.
+  void drop_resident(std::string_view operation);
+
+  std::shared_ptr<torch::nn::Module> module_;
+  ShardOptions options_;
+  EngineCore core_;
+  Pager pager_;
+  GradientReducer reducer_;
+  std::unique_ptr<ShardedOptimizer> optimizer_;
+  std::shared_ptr<GradientHook> hook_;
+  std::vector<GradientSlot> gradients_;    // by parameter
+  bool identity_checked_ = false;          // since the last step
+};
+
+}  // namespace fsdp

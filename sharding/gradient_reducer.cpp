@@ -1,0 +1,321 @@
+#include "sharding/gradient_reducer.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+#include "sharding/optimizer_kernels.h"
+
+namespace fsdp {
+namespace {
+
+// In a published location: the buffer is in the settlement's overflow segment, not in the arena.
+constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63;
+
+}  // namespace
+
+GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
+    : core_(core), pager_(pager), units_(core.model.units.size()), used_(core.model.parameters.size()) {}
+
+void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts) {
+  const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
+  flush_pending();
+  const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index);
+  core_.announce_plan();
+  if (arrived.ends_previous) end_round(lock, p.unit, kNoSlot, /*planned=*/false, /*frees_unit=*/false);
+  Round& round = open_round(p.unit);
+  held_bytes_ += gradient.nbytes();
+  round.held[static_cast<std::size_t>(p.trainable_index)] = std::move(gradient);
+  if (restarts) round.restarts.push_back(parameter);
+  if (arrived.ends) {
+    end_round(lock, p.unit, arrived.slot, arrived.planned, arrived.frees_unit);
+  } else if (arrived.packs && (round.slot != kNoSlot || find_slot(lock, round, arrived.slot, arrived.planned))) {
+    pack_held(round, core_.slots.data(round.slot));
+  }
+}
+
+GradientReducer::Round& GradientReducer::open_round(int unit) {
+  auto& open = units_[static_cast<std::size_t>(unit)].open;
+  if (open == nullptr) {
+    open = std::make_unique<Round>();
+    open->unit = unit;
+    open->held.resize(core_.model.units[static_cast<std::size_t>(unit)].trainable.size());
+    open->packed.resize(open->held.size());
+    move_to(open->state, GradientState::kFilling, core_.unit_name(unit));
+  }
+  return *open;
+}
+
+void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool planned, bool frees_unit) {
+  if (frees_unit) pager_.free_if_idle(unit);
+  UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
+  std::unique_ptr<Round> round = std::move(rounds.open);
+  // Generations of a unit are published in order, so a round behind a waiting one waits too.
+  if (rounds.pending == 0 && (round->slot != kNoSlot || find_slot(lock, *round, planned_slot, planned))) {
+    publish(std::move(round));
+    return;
+  }
+  ++rounds.pending;
+  ++held_rounds_;
+  pending_.push_back(std::move(round));
+}
+
+bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot, bool planned) {
+  if (planned && planned_slot != kNoSlot && core_.slots.is_free(planned_slot)) {
+    core_.slots.take(planned_slot);
+    if (!core_.slots.is_drained(planned_slot)) {
+      lock.unlock();
+      core_.communicator().wait_until([&] { return core_.slots.is_drained(planned_slot) || !core_.mailbox.in_step(); },
+                                      core_.describe("the buffer for gradients", round.unit));
+      lock.lock();
+    }
+    if (core_.slots.is_drained(planned_slot)) {
+      round.slot = planned_slot;
+      return true;
+    }
+    core_.slots.give_back(planned_slot);
+  }
+  round.slot = core_.slots.find_free();
+  if (round.slot == kNoSlot) return false;
+  core_.slots.take(round.slot);
+  return true;
+}
+
+void GradientReducer::flush_pending() {
+  while (!pending_.empty()) {
+    Round& next = *pending_.front();
+    if (next.slot == kNoSlot) {
+      next.slot = core_.slots.find_free();
+      if (next.slot == kNoSlot) return;
+      core_.slots.take(next.slot);
+    }
+    std::unique_ptr<Round> round = std::move(pending_.front());
+    pending_.pop_front();
+    --units_[static_cast<std::size_t>(round->unit)].pending;
+    publish(std::move(round));
+  }
+}
+
+void GradientReducer::pack_held(Round& round, std::byte* buffer) {
+  const at::NoGradGuard no_grad;
+  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  for (std::size_t i = 0; i < round.held.size(); ++i) {
+    at::Tensor& gradient = round.held[i];
+    if (!gradient.defined()) continue;
+    const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(unit.trainable[i])];
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+    const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
+    std::byte* target = buffer + group.slot_offset + static_cast<std::size_t>(offset) * size_of(group.dtype);
+    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == p.tensor.scalar_type()) {
+      std::memcpy(target, gradient.const_data_ptr(), gradient.nbytes());
+    } else {
+      make_plain_view(target, p.tensor).copy_(gradient);
+    }
+    held_bytes_ -= gradient.nbytes();
+    gradient.reset();
+    round.packed[i] = true;
+  }
+}
+
+void GradientReducer::zero_missing(const Round& round, std::byte* buffer) const {
+  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  const auto zero = [&](const FlatGroup& group, const ElementRange& range) {
+    const std::size_t element_bytes = size_of(group.dtype);
+    std::memset(buffer + group.slot_offset + static_cast<std::size_t>(range.offset) * element_bytes, 0, static_cast<std::size_t>(range.numel) * element_bytes);
+  };
+  for (std::size_t i = 0; i < round.packed.size(); ++i) {
+    if (round.packed[i]) continue;
+    const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(unit.trainable[i])];
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+    zero(group, group.layout->parameters()[p.index_in_group]);
+  }
+  for (const int index : unit.groups) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+    if (!group.trainable) continue;
+    for (const ElementRange& gap : group.layout->gaps()) zero(group, gap);
+  }
+}
+
+void GradientReducer::publish(std::unique_ptr<Round> round) {
+  const bool in_arena = round->slot != kNoSlot;
+  std::byte* buffer = in_arena ? core_.slots.data(round->slot) : overflow_->local().data() + overflow_offset_;
+  const std::uint64_t location = in_arena ? core_.slots.location(round->slot) : overflow_offset_ | kInOverflow;
+  pack_held(*round, buffer);
+  zero_missing(*round, buffer);
+  begin_generation(*round);
+  move_to(round->state, GradientState::kReducing, core_.unit_name(round->unit));
+  if (in_arena) {
+    core_.slots.drain(round->slot, round->unit, round->generation);
+  } else {
+    overflow_offset_ += core_.model.slot_bytes;
+  }
+  core_.mailbox.publish(round->unit, round->generation, location);
+  enqueue_reduction(std::move(round));
+}
+
+void GradientReducer::begin_generation(Round& round) {
+  UnitRounds& rounds = units_[static_cast<std::size_t>(round.unit)];
+  round.accumulates = rounds.generation > rounds.first_generation;
+  round.generation = ++rounds.generation;
+}
+
+void GradientReducer::publish_absent(int unit) {
+  auto round = std::make_shared<Round>();
+  round->unit = unit;
+  begin_generation(*round);
+  round->state = GradientState::kReducing;   // a round without gradients has nothing to fill
+  core_.mailbox.publish(unit, round->generation, ReduceMailbox::kAbsent);
+  enqueue_reduction(std::move(round));
+}
+
+void GradientReducer::enqueue_reduction(std::shared_ptr<Round> round) {
+  const int unit = round->unit;
+  const std::uint64_t generation = round->generation;
+  core_.stream.enqueue({.ready = [this, unit, generation] { return core_.mailbox.is_published(unit, generation); },
+                        .run = [this, round = std::move(round)] { reduce(*round); },
+                        .what = core_.describe("reduce", unit)});
+}
+
+void GradientReducer::reduce(Round& round) {
+  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  Communicator& communicator = core_.communicator();
+  std::vector<const std::byte*> buffers, inputs(static_cast<std::size_t>(communicator.world_size()));
+  for (int rank = 0; rank < communicator.world_size(); ++rank) {
+    const std::uint64_t location = core_.mailbox.location(rank, round.unit, round.generation);
+    if (location == ReduceMailbox::kAbsent) {
+      buffers.push_back(nullptr);
+    } else if ((location & kInOverflow) != 0) {
+      buffers.push_back(overflow_->peer(rank).data() + (location & ~kInOverflow));
+    } else {
+      buffers.push_back(core_.slots.segment().peer(rank).data() + location);
+    }
+  }
+  if (round.accumulates) restart(round);
+  for (const int index : unit.groups) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+    if (!group.trainable) continue;
+    const std::size_t share = group.slot_offset + static_cast<std::size_t>(communicator.rank()) * group.shard_bytes();
+    for (std::size_t rank = 0; rank < inputs.size(); ++rank) inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + share : nullptr;
+    communicator.reduce({.inputs = inputs, .numel = group.layout->shard_numel(), .input_dtype = group.dtype, .output = core_.gradient_shard(group),
+                         .accumulate = round.accumulates, .divisor = communicator.world_size(), .label = unit.name});
+  }
+  move_to(round.state, GradientState::kReduced, unit.name);
+  core_.mailbox.consume(round.unit, round.generation);
+}
+
+// What the user has cleared no longer counts: the round's own gradients are all there is.
+void GradientReducer::restart(const Round& round) {
+  for (const int parameter : round.restarts) {
+    const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+    const std::size_t element_bytes = size_of(state_dtype(group.dtype));
+    std::memset(core_.gradient_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * element_bytes, 0,
+                static_cast<std::size_t>(p.piece.numel()) * element_bytes);
+  }
+}
+
+void GradientReducer::forget() {
+  for (UnitRounds& rounds : units_) rounds.first_generation = rounds.generation;
+}
+
+// What each rank tells the others at a settlement, followed by each unit's generation and each parameter's use.
+struct GradientReducer::Agreement {
+  char operation[32];
+  std::int64_t step;
+  std::uint64_t overflow_slots;
+};
+
+std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
+                                                  const std::vector<bool>& used_here, std::uint64_t& overflow_slots) {
+  const std::size_t generations_bytes = units_.size() * sizeof(std::uint64_t);
+  const std::size_t bytes = sizeof(Agreement) + generations_bytes + used_.size();
+  std::vector<std::byte> own(bytes), all(bytes * static_cast<std::size_t>(core_.communicator().world_size()));
+  Agreement mine{{}, core_.step.load(), 0};
+  for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot;
+  std::memcpy(mine.operation, operation.data(), std::min(operation.size(), sizeof(mine.operation) - 1));
+  std::memcpy(own.data(), &mine, sizeof(mine));
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    const std::uint64_t generation = units_[unit].generation + static_cast<std::uint64_t>(units_[unit].pending);
+    std::memcpy(own.data() + sizeof(mine) + unit * sizeof(generation), &generation, sizeof(generation));
+  }
+  for (std::size_t p = 0; p < used_.size(); ++p) own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
+  // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
+  lock.unlock();
+  core_.communicator().all_gather(own, all);
+  lock.lock();
+
+  std::vector<std::uint64_t> generations(units_.size());
+  std::fill(used_.begin(), used_.end(), false);
+  overflow_slots = 0;
+  for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
+    const std::byte* data = all.data() + static_cast<std::size_t>(rank) * bytes;
+    Agreement theirs;
+    std::memcpy(&theirs, data, sizeof(theirs));
+    if (operation != theirs.operation || theirs.step != mine.step) {
+      throw CommunicationError(fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same calls in the same order",
+                                           core_.context.rank(), operation, mine.step, rank, theirs.operation, theirs.step), rank);
+    }
+    overflow_slots = std::max(overflow_slots, theirs.overflow_slots);
+    for (std::size_t unit = 0; unit < generations.size(); ++unit) {
+      std::uint64_t generation = 0;
+      std::memcpy(&generation, data + sizeof(theirs) + unit * sizeof(generation), sizeof(generation));
+      generations[unit] = std::max(generations[unit], generation);
+    }
+    for (std::size_t p = 0; p < used_.size(); ++p) {
+      if (data[sizeof(theirs) + generations_bytes + p] != std::byte{0}) used_[p] = true;
+    }
+  }
+  return generations;
+}
+
+void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (units_[static_cast<std::size_t>(unit)].open == nullptr) continue;
+    core_.timeline.leave_plan();
+    core_.announce_plan();
+    end_round(lock, unit, kNoSlot, /*planned=*/false, /*frees_unit=*/false);
+  }
+  flush_pending();
+  std::uint64_t overflow_slots = 0;
+  const std::vector<std::uint64_t> generations = agree(lock, operation, used_here, overflow_slots);
+  if (overflow_slots > 0) overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
+  overflow_offset_ = 0;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
+  // All ranks are here and publish everything, so every reduction ends; a buffer may be reused once all have read it.
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    wait_drained(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
+  }
+  overflow_.reset();
+}
+
+void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation, std::string_view operation) {
+  UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
+  while (rounds.generation < last_generation) {
+    // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait ends.
+    const auto depth = static_cast<std::uint64_t>(slots_for(core_.prefetch));
+    if (rounds.generation >= depth) wait_drained(lock, unit, rounds.generation + 1 - depth, operation);
+    const auto next = std::find_if(pending_.begin(), pending_.end(), [&](const auto& round) { return round->unit == unit; });
+    if (next == pending_.end()) {
+      publish_absent(unit);
+      continue;
+    }
+    std::unique_ptr<Round> round = std::move(*next);
+    pending_.erase(next);
+    --rounds.pending;
+    publish(std::move(round));
+  }
+}
+
+void GradientReducer::wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation) {
+  if (core_.mailbox.is_drained(unit, generation)) return;
+  lock.unlock();
+  core_.communicator().wait_until([&] { return core_.mailbox.is_drained(unit, generation); },
+                                  fmt::format("{} in {}", core_.describe("reduce", unit), operation));
+  lock.lock();
+}
+
+}  // namespace fsdp

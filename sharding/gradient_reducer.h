@@ -1,0 +1,87 @@
+// Takes gradients as backward makes them, packs them into buffers that all ranks can read, and reduces each unit's as soon as all ranks have it.
+//
+// NOTE [Gradient rounds]
+// A unit's gradients come in rounds (NOTE [Step plan]). A round holds the taken tensors until a slot is open, packs them there, and when it ends
+// is published; each rank then adds its own share of all ranks' buffers to its gradient shard. A round for which no slot is free stays held:
+// the settlement, which all ranks reach, gives it one. Which gradients share a round depends on the program alone, never on timing.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "sharding/engine_core.h"
+#include "sharding/pager.h"
+#include "sharding/unit_state.h"
+
+namespace fsdp {
+
+class GradientReducer {
+ public:
+  GradientReducer(EngineCore& core, Pager& pager);
+
+  // Both REQUIRE the lock on core.mutex. take: the gradient of a trainable parameter; `restarts` if the user has cleared what had accumulated.
+  void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts);
+
+  // Collective; `operation` is compared over ranks. Reduces all that is left over on any rank. Afterwards used()[p] tells whether any rank
+  // holds a gradient of parameter p.
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
+  const std::vector<bool>& used() const { return used_; }
+  // The next reduction of each unit overwrites what has accumulated.
+  void forget();
+
+  std::size_t held_bytes() const { return held_bytes_; }
+  std::int64_t held_rounds() const { return held_rounds_; }
+
+ private:
+  struct Round {
+    int unit = 0;
+    GradientState state = GradientState::kEmpty;
+    std::vector<at::Tensor> held;          // by trainable index; undefined = not come, or packed
+    std::vector<bool> packed;
+    std::vector<int> restarts;             // parameters
+    int slot = kNoSlot;
+    std::uint64_t generation = 0;
+    bool accumulates = false;
+  };
+  struct UnitRounds {
+    std::unique_ptr<Round> open;
+    std::uint64_t generation = 0;          // of the last published round
+    std::uint64_t first_generation = 0;    // the last one before what now accumulates
+    int pending = 0;                       // ended rounds that wait for a slot
+  };
+  struct Agreement;
+
+  Round& open_round(int unit);
+  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool planned, bool frees_unit);
+  bool find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot, bool planned);
+  void flush_pending();
+  void pack_held(Round& round, std::byte* buffer);
+  void zero_missing(const Round& round, std::byte* buffer) const;
+  // From its slot, or else into the overflow segment.
+  void publish(std::unique_ptr<Round> round);
+  void begin_generation(Round& round);
+  void publish_absent(int unit);
+  void enqueue_reduction(std::shared_ptr<Round> round);
+  void reduce(Round& round);
+  void restart(const Round& round);
+  // Each unit's last generation over all ranks; sets used_ and the largest number of rounds that a rank has no slot for.
+  std::vector<std::uint64_t> agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here,
+                                   std::uint64_t& overflow_slots);
+  void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation, std::string_view operation);
+  void wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
+
+  EngineCore& core_;
+  Pager& pager_;
+  std::vector<UnitRounds> units_;
+  std::deque<std::unique_ptr<Round>> pending_;
+  std::unique_ptr<Segment> overflow_;      // during a settlement, for rounds without a slot
+  std::uint64_t overflow_offset_ = 0;
+  std::vector<bool> used_;
+  std::size_t held_bytes_ = 0;
+  std::int64_t held_rounds_ = 0;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,195 @@
+#include "sharding/pager.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp {
+namespace {
+
+bool contains(std::span<const int> values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
+
+}  // namespace
+
+Pager::Pager(EngineCore& core)
+    : core_(core), units_(core.model.units.size()), evaluation_successor_(core.model.units.size()) {}
+
+void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> units) {
+  core_.check();
+  const bool training = core_.timeline.started() || in_backward() || (at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled());
+  if (training) {
+    const bool first_of_step = !core_.timeline.started();
+    const Timeline::Touched touched = core_.timeline.touch(units);
+    // What an evaluation left behind lies in other slots than the plan counts with.
+    if (first_of_step) free_all_but({});
+    if (touched.began) begin_training_run(touched.run, units);
+    core_.announce_plan();
+  } else {
+    touch_evaluation(units);
+  }
+  for (const int unit : units) {
+    Residency& residency = at(unit);
+    residency.drop = false;
+    if (residency.state == ParameterState::kSharded) start_gather(unit, kNoSlot);
+    ++residency.pins;
+  }
+  try {
+    core_.wait(lock, [&] {
+      return std::all_of(units.begin(), units.end(), [&](int unit) { return at(unit).state == ParameterState::kResident; });
+    });
+  } catch (...) {
+    for (const int unit : units) --at(unit).pins;
+    throw;
+  }
+}
+
+void Pager::release(std::span<const int> units, bool discard) {
+  for (const int unit : units) {
+    Residency& residency = at(unit);
+    --residency.pins;
+    residency.drop |= discard;
+    if (residency.drop && residency.pins == 0) free(unit);
+  }
+}
+
+void Pager::begin_training_run(const StepPlan::Run* run, std::span<const int> units) {
+  if (run == nullptr) {
+    free_all_but(units);
+    return;
+  }
+  free_all_but(run->keep);
+  for (const StepPlan::Gather& gather : run->gathers) {
+    if (at(gather.unit).state == ParameterState::kSharded) start_gather(gather.unit, gather.slot);
+  }
+}
+
+void Pager::touch_evaluation(std::span<const int> units) {
+  const bool same_run = std::all_of(units.begin(), units.end(), [&](int unit) { return contains(evaluation_run_, unit); });
+  if (same_run) return;
+  if (!evaluation_run_.empty()) evaluation_successor_[static_cast<std::size_t>(evaluation_run_.front())].assign(units.begin(), units.end());
+  evaluation_run_.assign(units.begin(), units.end());
+  std::vector<int> keep = evaluation_run_;
+  if (core_.prefetch > 0) {
+    for (const int unit : evaluation_successor_[static_cast<std::size_t>(units.front())]) keep.push_back(unit);
+  }
+  free_all_but(keep);
+  for (const int unit : keep) {
+    const bool asked_for = contains(units, unit);
+    if (at(unit).state == ParameterState::kSharded && (asked_for || core_.slots.find_free() != kNoSlot)) start_gather(unit, kNoSlot);
+  }
+}
+
+void Pager::free_all_but(std::span<const int> keep) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (!contains(keep, unit)) free_if_idle(unit);
+  }
+}
+
+void Pager::free_if_idle(int unit) {
+  Residency& residency = at(unit);
+  if (residency.state == ParameterState::kSharded) return;
+  if (residency.state == ParameterState::kResident && residency.pins == 0) {
+    free(unit);
+  } else if (residency.pins == 0) {
+    residency.drop = true;
+  }
+}
+
+void Pager::free_all(std::unique_lock<std::mutex>& lock) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (at(unit).pins > 0) {
+      throw InvalidArgument(fmt::format("an operator still uses unit {}; call step, save and resume outside of forward and backward", core_.unit_name(unit)));
+    }
+    free_if_idle(unit);
+  }
+  core_.wait(lock, [&] {
+    return std::all_of(units_.begin(), units_.end(), [](const Residency& r) { return r.state == ParameterState::kSharded; });
+  });
+  evaluation_run_.clear();
+}
+
+void Pager::start_gather(int unit, int slot) {
+  Residency& residency = at(unit);
+  move_to(residency.state, ParameterState::kGathering, core_.unit_name(unit));
+  residency.drop = false;
+  if (slot == kNoSlot || !core_.slots.is_free(slot)) slot = core_.slots.find_free();
+  residency.slot = slot;
+  if (slot != kNoSlot) core_.slots.take(slot);
+  // A slot that peers still read is waited for only while they are sure to come (in step); else an overflow buffer is taken.
+  core_.stream.enqueue({.ready = [this, slot] { return slot == kNoSlot || core_.slots.is_drained(slot) || !core_.mailbox.in_step(); },
+                        .run = [this, unit] { run_gather(unit); },
+                        .what = core_.describe("gather", unit)});
+}
+
+void Pager::run_gather(int unit) {
+  std::byte* data = nullptr;
+  {
+    const std::lock_guard lock(core_.mutex);
+    Residency& residency = at(unit);
+    if (residency.slot != kNoSlot && !core_.slots.is_drained(residency.slot)) {
+      core_.slots.give_back(residency.slot);
+      residency.slot = kNoSlot;
+    }
+    data = residency.slot != kNoSlot ? core_.slots.data(residency.slot) : take_overflow(unit);
+    residency.data = data;
+  }
+  const UnitLayout& layout = core_.model.units[static_cast<std::size_t>(unit)];
+  for (const int index : layout.groups) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+    core_.communicator().gather({.source = core_.parameters.get(), .offset = group.shard_offset, .shard_bytes = group.shard_bytes(),
+                                 .output = data + group.slot_offset, .label = layout.name});
+  }
+  const std::lock_guard lock(core_.mutex);
+  for (const int index : layout.groups) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+    group.storage->point_at(data + group.slot_offset);
+  }
+  Residency& residency = at(unit);
+  move_to(residency.state, ParameterState::kResident, layout.name);
+  if (residency.drop && residency.pins == 0) free(unit);
+}
+
+void Pager::free(int unit) {
+  Residency& residency = at(unit);
+  move_to(residency.state, ParameterState::kSharded, core_.unit_name(unit));
+  const UnitLayout& layout = core_.model.units[static_cast<std::size_t>(unit)];
+  for (const int index : layout.groups) core_.model.groups[static_cast<std::size_t>(index)].storage->point_away();
+  if (residency.slot != kNoSlot) {
+    core_.slots.give_back(residency.slot);
+  } else {
+    overflow_bytes_ -= layout.slot_bytes;
+    residency.overflow.reset();
+  }
+  residency.slot = kNoSlot;
+  residency.data = nullptr;
+  residency.drop = false;
+}
+
+std::byte* Pager::take_overflow(int unit) {
+  const std::size_t bytes = core_.model.units[static_cast<std::size_t>(unit)].slot_bytes;
+  Residency& residency = at(unit);
+  residency.overflow = std::make_unique_for_overwrite<std::byte[]>(bytes + kParameterAlignmentBytes);
+  overflow_bytes_ += bytes;
+  peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_bytes_);
+  ++overflows_;
+  const auto address = reinterpret_cast<std::uintptr_t>(residency.overflow.get());
+  return residency.overflow.get() + (kParameterAlignmentBytes - address % kParameterAlignmentBytes) % kParameterAlignmentBytes;
+}
+
+const std::byte* Pager::flat(const FlatGroup& group, int unit) const {
+  return units_[static_cast<std::size_t>(unit)].data + group.slot_offset;
+}
+
+std::size_t Pager::resident_bytes() const {
+  std::size_t bytes = 0;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].state == ParameterState::kResident) bytes += core_.model.units[unit].slot_bytes;
+  }
+  return bytes;
+}
+
+}  // namespace fsdp

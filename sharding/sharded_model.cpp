@@ -1,0 +1,202 @@
+#include "sharding/sharded_model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+#include "sharding/optimizer_kernels.h"
+
+namespace fsdp {
+namespace {
+
+void check_shardable(const NamedParameter& parameter, const std::unordered_map<const void*, std::string>& storages) {
+  const at::Tensor& tensor = parameter.tensor;
+  const auto refuse = [&](const std::string& found, const std::string& remedy) {
+    throw InvalidArgument(fmt::format("fsdp::shard: parameter {} {}; {}", parameter.name, found, remedy));
+  };
+  if (tensor.layout() != at::kStrided) refuse("is not a strided tensor", "sparse parameters are not supported: use a dense one");
+  if (!tensor.device().is_cpu()) refuse(fmt::format("is on {}", tensor.device().str()), "expected the CPU: this build has no other device");
+  if (carries_touch_key(tensor)) refuse("is sharded already", "one engine holds a module's parameters");
+  if (!tensor.is_non_overlapping_and_dense()) refuse("overlaps itself or has holes", "give the module a contiguous() copy");
+  if (const auto other = storages.find(tensor.storage().unsafeGetStorageImpl()); other != storages.end()) {
+    refuse(fmt::format("shares its storage with parameter {}", other->second), "tie parameters by registering the same tensor twice, not by a view of it");
+  }
+  if (tensor.storage().use_count() != 1) {
+    refuse("shares its storage with a tensor outside the module (a view or detached copy that is still held)",
+           "drop that tensor before fsdp::shard, or give the module a clone()");
+  }
+  if (tensor.requires_grad() && !tensor.is_leaf()) refuse("is not a leaf of the graph", "register a detached tensor");
+  if (tensor.grad().defined()) refuse("has a gradient already", "call zero_grad() before fsdp::shard");
+}
+
+}  // namespace
+
+ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communicator, StorageOwner* owner) {
+  std::unordered_map<const void*, std::string> storages;
+  for (const CutUnit& unit : cut) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      check_shardable(parameter, storages);
+      storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
+    }
+  }
+  for (CutUnit& unit : cut) add_unit(std::move(unit));
+  lay_out(communicator.world_size(), communicator.rank());
+  make_storages(owner);
+}
+
+void ShardedModel::add_unit(CutUnit unit) {
+  const int unit_index = static_cast<int>(units.size());
+  UnitLayout layout{.name = std::move(unit.name), .groups = {}, .trainable = {}};
+  std::map<std::pair<DType, bool>, int> group_of;
+  for (NamedParameter& named : unit.parameters) {
+    const DType dtype = to_dtype(named.tensor.scalar_type());
+    const bool trainable = named.tensor.requires_grad();
+    if (trainable && !is_trainable(dtype)) {
+      throw InvalidArgument(fmt::format("fsdp::shard: parameter {} requires grad but is {}; expected F32, F64, F16 or BF16", named.name, name_of(dtype)));
+    }
+    const auto [group, is_new] = group_of.emplace(std::pair{dtype, trainable}, static_cast<int>(groups.size()));
+    if (is_new) {
+      groups.emplace_back();
+      groups.back().dtype = dtype;
+      groups.back().trainable = trainable;
+      layout.groups.push_back(group->second);
+    }
+    FlatGroup& target = groups[static_cast<std::size_t>(group->second)];
+    ShardedParameter parameter;
+    parameter.name = std::move(named.name);
+    parameter.tied_names = std::move(named.tied_names);
+    parameter.tensor = std::move(named.tensor);
+    parameter.dtype = dtype;
+    parameter.unit = unit_index;
+    parameter.group = group->second;
+    parameter.index_in_group = target.parameters.size();
+    if (trainable) {
+      parameter.trainable_index = static_cast<int>(layout.trainable.size());
+      layout.trainable.push_back(static_cast<int>(parameters.size()));
+    }
+    target.parameters.push_back(static_cast<int>(parameters.size()));
+    index_of_.emplace(parameter.tensor.unsafeGetTensorImpl(), parameters.size());
+    parameters.push_back(std::move(parameter));
+  }
+  units.push_back(std::move(layout));
+}
+
+void ShardedModel::lay_out(int world_size, int rank) {
+  for (UnitLayout& unit : units) {
+    for (const int index : unit.groups) {
+      FlatGroup& group = groups[static_cast<std::size_t>(index)];
+      std::vector<std::int64_t> numels;
+      for (const int parameter : group.parameters) numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
+      group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), world_size);
+      group.slot_offset = unit.slot_bytes;
+      unit.slot_bytes += group.flat_bytes();
+      group.shard_offset = parameter_shard_bytes;
+      parameter_shard_bytes += group.shard_bytes();
+      if (group.trainable) {
+        group.state_offset = state_shard_bytes;
+        state_shard_bytes += static_cast<std::size_t>(group.layout->shard_numel()) * size_of(state_dtype(group.dtype));
+      }
+      for (const int parameter : group.parameters) {
+        ShardedParameter& p = parameters[static_cast<std::size_t>(parameter)];
+        p.piece = group.layout->piece(p.index_in_group, rank);
+      }
+    }
+    slot_bytes = std::max(slot_bytes, unit.slot_bytes);
+  }
+}
+
+void ShardedModel::make_storages(StorageOwner* owner) {
+  for (std::size_t index = 0; index < units.size(); ++index) {
+    for (const int group : units[index].groups) {
+      FlatGroup& g = groups[static_cast<std::size_t>(group)];
+      g.storage = c10::make_intrusive<PagedStorage>(
+          g.flat_bytes(), PagedStorage::Role::kParameters, owner, group,
+          fmt::format("parameters of unit {} are sharded and not resident: a raw pointer was asked for outside of an operator; "
+                      "read parameters through operators (clone(), copy_()), which gather them first",
+                      units[index].name));
+    }
+  }
+  for (std::size_t index = 0; index < parameters.size(); ++index) {
+    ShardedParameter& p = parameters[index];
+    if (p.trainable_index < 0) continue;
+    p.gradient_storage = c10::make_intrusive<PagedStorage>(
+        p.tensor.nbytes(), PagedStorage::Role::kGradient, owner, static_cast<int>(index),
+        fmt::format("gradients are sharded: this rank holds a part of the gradient of {} only; clip and step through "
+                    "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
+                    p.name));
+  }
+}
+
+void ShardedModel::pack(const FlatGroup& group, std::byte* flat) const {
+  const at::NoGradGuard no_grad;
+  const std::size_t element_bytes = size_of(group.dtype);
+  for (const ElementRange& gap : group.layout->gaps()) {
+    std::memset(flat + static_cast<std::size_t>(gap.offset) * element_bytes, 0, static_cast<std::size_t>(gap.numel) * element_bytes);
+  }
+  for (const int index : group.parameters) {
+    const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
+    const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
+    // Dense and not overlapping, so the elements lie side by side whatever the strides.
+    std::memcpy(flat + static_cast<std::size_t>(offset) * element_bytes, p.tensor.const_data_ptr(), p.tensor.nbytes());
+  }
+}
+
+void ShardedModel::take_over(const std::shared_ptr<GradientHook>& hook) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  for (ShardedParameter& p : parameters) {
+    const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
+    if (p.trainable_index >= 0) {
+      p.placeholder = make_touch_view(p.gradient_storage, p.tensor.detach(), 0);
+      p.hook = install_gradient_hook(p.tensor, hook);
+    }
+    p.tensor.set_data(make_touch_view(group.storage, p.tensor.detach(), group.layout->parameters()[p.index_in_group].offset));
+  }
+}
+
+void ShardedModel::release() {
+  constexpr const char* kGone = "the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used";
+  for (FlatGroup& group : groups) group.storage->orphan(kGone);
+  for (ShardedParameter& p : parameters) {
+    if (p.gradient_storage) p.gradient_storage->orphan(kGone);
+    if (p.hook != nullptr && installed_gradient_hook(p.tensor) == p.hook) remove_gradient_hook(p.tensor);
+  }
+}
+
+void ShardedModel::check_identity() const {
+  for (const ShardedParameter& p : parameters) {
+    const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
+    const auto refuse = [&](const char* found, const char* remedy) {
+      throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name, units[static_cast<std::size_t>(p.unit)].name, found, remedy));
+    };
+    if (p.tensor.storage().unsafeGetStorageImpl() != group.storage.get() || !carries_touch_key(p.tensor) ||
+        p.tensor.storage_offset() != group.layout->parameters()[p.index_in_group].offset) {
+      refuse("was given other storage (torch::load, Module::to or set_data)",
+             "load and convert the module before fsdp::shard, or use fsdp::Engine::resume and load_consolidated");
+    }
+    if (p.trainable_index >= 0 && installed_gradient_hook(p.tensor) != p.hook) {
+      refuse("had its gradient hook replaced", "a tensor has one post-accumulate-grad slot and the engine needs it");
+    }
+    if (p.trainable_index < 0 && p.tensor.requires_grad()) {
+      refuse("was set to require grad", "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
+    }
+  }
+}
+
+std::string ShardedModel::parameter_name(const PagedStorage& storage, std::int64_t offset) const {
+  if (storage.role() == PagedStorage::Role::kGradient) return parameters[static_cast<std::size_t>(storage.index())].name;
+  const FlatGroup& group = groups[static_cast<std::size_t>(storage.index())];
+  std::string name;
+  for (const int index : group.parameters) {
+    const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
+    if (group.layout->parameters()[p.index_in_group].offset <= offset) name = p.name;
+  }
+  return name;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,21 @@
+#include "sharding/slots.h"
+
+namespace fsdp {
+
+Slots::Slots(Communicator& communicator, const ReduceMailbox& mailbox, int count, std::size_t slot_bytes)
+    : mailbox_(mailbox), slot_bytes_(slot_bytes), slots_(static_cast<std::size_t>(count)),
+      segment_(communicator.allocate(static_cast<std::size_t>(count) * slot_bytes)) {}
+
+bool Slots::is_drained(int slot) const {
+  const Slot& s = slots_[static_cast<std::size_t>(slot)];
+  return s.drain_unit < 0 || mailbox_.is_drained(s.drain_unit, s.drain_generation);
+}
+
+int Slots::find_free() const {
+  for (int slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
+    if (is_free(slot) && is_drained(slot)) return slot;
+  }
+  return kNoSlot;
+}
+
+}  // namespace fsdp
