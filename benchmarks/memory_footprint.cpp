@@ -7,11 +7,13 @@
 #include <fmt/format.h>
 
 #include "benchmarks/gpt_worker.h"
+#include "benchmarks/table_reporter.h"
 
 namespace {
 
 constexpr int kWarmUpSteps = 1, kMeasuredSteps = 4;
 constexpr std::int64_t kRowsPerRank = 2;
+constexpr int kPlain = 0;   // in place of a world size
 constexpr std::int64_t kBytesPerParameter = 16, kBytesPerElement = 4, kUnitsInArena = 3;
 
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
@@ -28,64 +30,64 @@ fsdp::Measurement measure(int world_size, const std::function<fsdp::Block()>& pr
 }
 
 void fill(benchmark::State& state, const fsdp::RankMemory& memory) {
-  state.counters["1_param"] = mebibytes(memory.parameters);
-  state.counters["2_grad"] = mebibytes(memory.gradients);
-  state.counters["3_adam"] = mebibytes(memory.optimizer);
-  state.counters["4_arena"] = mebibytes(memory.arena + memory.overflow);
-  state.counters["5_comm"] = mebibytes(memory.communication);
-  state.counters["6_engine"] = mebibytes(memory.engine());
-  state.counters["8_activ"] = mebibytes(memory.activations);
-  state.counters["9_total"] = mebibytes(memory.total());
+  state.counters["parameters"] = mebibytes(memory.parameters);
+  state.counters["gradients"] = mebibytes(memory.gradients);
+  state.counters["optimizer"] = mebibytes(memory.optimizer);
+  state.counters["arena"] = mebibytes(memory.arena + memory.overflow);
+  state.counters["communication"] = mebibytes(memory.communication);
+  state.counters["engine"] = mebibytes(memory.engine());
+  state.counters["activations"] = mebibytes(memory.activations);
+  state.counters["total"] = mebibytes(memory.total());
 }
 
-void run_plain(benchmark::State& state, const fsdp::Workload& workload) {
+// Every row of a shape is compared with plain LibTorch measured just before it.
+void run(benchmark::State& state, fsdp::Workload workload, int world_size) {
   for (auto _ : state) {
-    const auto measurement = measure(1, [&] { return fsdp::prepare_plain(workload); });
+    const auto plain = measure(1, [&] { return fsdp::prepare_plain(workload); });
+    auto measurement = plain;
+    if (world_size != kPlain) {
+      workload.rows = kRowsPerRank * world_size;
+      measurement = measure(world_size, [&] { return fsdp::prepare_sharded(workload); });
+      state.counters["bound"] = bound(workload.model, world_size) / (1 << 20);
+    }
     fill(state, measurement.memory);
+    state.counters["of_plain"] = static_cast<double>(measurement.memory.total()) / static_cast<double>(plain.memory.total());
     state.SetIterationTime(measurement.seconds / kMeasuredSteps);
   }
 }
 
-void run_sharded(benchmark::State& state, fsdp::Workload workload, int world_size) {
-  workload.rows = kRowsPerRank * world_size;
-  for (auto _ : state) {
-    const auto measurement = measure(world_size, [&] { return fsdp::prepare_sharded(workload); });
-    fill(state, measurement.memory);
-    state.counters["7_bound"] = bound(workload.model, world_size) / (1 << 20);
-    state.SetIterationTime(measurement.seconds / kMeasuredSteps);
-  }
-}
-
-template <class Body>
-void add(const std::string& name, Body body) {
-  const auto guarded = [body](benchmark::State& state) {
+void add(const std::string& name, const fsdp::Workload& workload, int world_size) {
+  const auto body = [workload, world_size](benchmark::State& state) {
     try {
-      body(state);
+      run(state, workload, world_size);
     } catch (const std::exception& error) {
       state.SkipWithError(error.what());
     }
   };
-  benchmark::RegisterBenchmark(name.c_str(), guarded)->Iterations(1)->UseManualTime()->Unit(benchmark::kMillisecond);
+  benchmark::RegisterBenchmark(name.c_str(), body)->Iterations(1)->UseManualTime()->Unit(benchmark::kMillisecond);
 }
 
 void register_shape(const gpt::Config& model) {
   const fsdp::Workload workload{.model = model, .rows = kRowsPerRank};
   const auto name = fmt::format("memory_MiB/{}x{}", model.layers, model.width);
-  add(name + "/plain", [workload](benchmark::State& state) { run_plain(state, workload); });
-  for (const int world_size : {1, 2, 4}) {
-    add(fmt::format("{}/full_shard/W:{}", name, world_size),
-        [workload, world_size](benchmark::State& state) { run_sharded(state, workload, world_size); });
-  }
+  add(name + "/plain", workload, kPlain);
+  for (const int world_size : {1, 2, 4}) add(fmt::format("{}/full_shard/W:{}", name, world_size), workload, world_size);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   register_shape({.layers = 4, .width = 256, .heads = 8, .context = 128});
   register_shape({.layers = 12, .width = 512, .heads = 8, .context = 128});
-  benchmark::ConsoleReporter table(benchmark::ConsoleReporter::OO_Tabular);
-  benchmark::RunSpecifiedBenchmarks(&table);
-  return 0;
+  return fsdp::run_as_table(argc, argv,
+                            {{.counter = "parameters", .title = "param"},
+                             {.counter = "gradients", .title = "grad"},
+                             {.counter = "optimizer", .title = "adam"},
+                             {.counter = "arena", .title = "arena"},
+                             {.counter = "communication", .title = "comm"},
+                             {.counter = "engine", .title = "sum"},
+                             {.counter = "bound", .title = "bound"},
+                             {.counter = "activations", .title = "activ."},
+                             {.counter = "total", .title = "total"},
+                             {.counter = "of_plain", .title = "of plain", .decimals = 3}});
 }

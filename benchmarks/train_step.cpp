@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "benchmarks/gpt_worker.h"
+#include "benchmarks/table_reporter.h"
 
 namespace {
 
@@ -89,11 +90,12 @@ void register_shape(const gpt::Config& model) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   register_shape({.layers = 4, .width = 128, .heads = 4, .context = 128});
   register_shape({.layers = 6, .width = 384, .heads = 6, .context = 128});
-  benchmark::ConsoleReporter table(benchmark::ConsoleReporter::OO_Tabular);
-  benchmark::RunSpecifiedBenchmarks(&table);
-  return 0;
+  return fsdp::run_as_table(argc, argv,
+                            {{.counter = "", .title = "step ms"},
+                             {.counter = "plain_ms", .title = "plain ms"},
+                             {.counter = "ratio", .title = "ratio", .decimals = 3},
+                             {.counter = "ratio_q25", .title = "quartile", .decimals = 3},
+                             {.counter = "ratio_q75", .title = "quartile", .decimals = 3}});
 }

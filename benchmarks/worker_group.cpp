@@ -118,7 +118,7 @@ Measurement WorkerGroup::run(int steps) {
   for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
     Measurement measurement;
     if (!receive(workers_[rank].answers, measurement)) {
-      throw std::runtime_error(fmt::format("worker {} (pid {}) ended in the middle of a block; its reason is above", rank, workers_[rank].pid));
+      throw std::runtime_error(fmt::format("worker {} (pid {}) ended in the middle of a block", rank, workers_[rank].pid));
     }
     const double slowest = std::max(result.seconds, measurement.seconds);
     if (rank == 0) result = measurement;

@@ -16,9 +16,9 @@ namespace {
 // What the child needs between fork and exec, made before the fork.
 struct ExecPlan {
   std::vector<char*> arguments;
-  std::vector<std::string> assignments;   // "NAME=value"
-  int output = -1, error_output = -1;     // -1 = inherited
-  int failure = -1;                       // errno of a failed exec goes here
+  std::vector<std::string> assignments;  // "NAME=value"
+  int output = -1, error_output = -1;    // -1 = inherited
+  int failure = -1;                      // errno of a failed exec goes here
   const sigset_t* signal_mask = nullptr;
   pid_t parent = -1;
 };
@@ -46,11 +46,14 @@ void point_at(int from, int to) {
 
 std::string explain_failed_exec(const std::string& program, int error) {
   if (error == ENOENT) {
-    return fmt::format("cannot start '{}': no such program, or its interpreter is missing; give a path (./train) or a name that is in PATH",
-                       program);
+    return fmt::format(
+        "cannot start '{}': no such program, or its interpreter is missing; give a path (./train) or a name that is in "
+        "PATH",
+        program);
   }
   if (error == EACCES) {
-    return fmt::format("cannot start '{}': not an executable file; name a program, or make it one with chmod +x", program);
+    return fmt::format("cannot start '{}': not an executable file; name a program, or make it one with chmod +x",
+                       program);
   }
   return fmt::format("cannot start '{}': {}", program, ::strerror(error));
 }
@@ -136,7 +139,8 @@ void ChildProcess::signal(int number) const {
 
 bool ChildProcess::has_ended() const {
   siginfo_t info{};
-  return running() && ::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == pid_;
+  return running() && ::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+         info.si_pid == pid_;
 }
 
 void ChildProcess::reap() {

@@ -14,10 +14,10 @@
 namespace fsdp {
 
 struct ChildOptions {
-  std::vector<std::string> command;                  // program (looked up in PATH) and its arguments
-  std::map<std::string, std::string> variables;      // set on top of this process's environment
-  bool capture_output = true;                        // stdout and stderr to pipes; else this process's own
-  sigset_t signal_mask{};                            // what the child starts with
+  std::vector<std::string> command;              // program (looked up in PATH) and its arguments
+  std::map<std::string, std::string> variables;  // set on top of this process's environment
+  bool capture_output = true;                    // stdout and stderr to pipes; else this process's own
+  sigset_t signal_mask{};                        // what the child starts with
 };
 
 // How a process ended: by exit code, or by signal.
@@ -43,7 +43,7 @@ class ChildProcess {
   ~ChildProcess();
 
   pid_t pid() const { return pid_; }
-  bool running() const { return !status_.has_value(); }   // until it is reaped
+  bool running() const { return !status_.has_value(); }  // until it is reaped
   // REQUIRES !running().
   const ExitStatus& status() const { return *status_; }
   // Read ends, non-blocking, to be taken once; not open where nothing is captured.

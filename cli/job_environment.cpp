@@ -42,10 +42,12 @@ std::filesystem::path make_private_directory() {
   std::string pattern = std::filesystem::absolute(parent) / "fsdp-XXXXXX";
   constexpr auto kLimit = sizeof(sockaddr_un::sun_path);
   if (pattern.size() + 1 + ::strlen(kSocketName) >= kLimit) {
-    throw InvalidArgument(fmt::format("TMPDIR='{}' is too long for a socket's path (limit {} bytes); set TMPDIR to a shorter one", parent, kLimit));
+    throw InvalidArgument(fmt::format(
+        "TMPDIR='{}' is too long for a socket's path (limit {} bytes); set TMPDIR to a shorter one", parent, kLimit));
   }
   if (::mkdtemp(pattern.data()) == nullptr) {
-    throw InvalidArgument(fmt::format("cannot make a directory in '{}': {}; set TMPDIR to one that is writable", parent, ::strerror(errno)));
+    throw InvalidArgument(fmt::format("cannot make a directory in '{}': {}; set TMPDIR to one that is writable", parent,
+                                      ::strerror(errno)));
   }
   return pattern;
 }

@@ -10,11 +10,11 @@ namespace fsdp {
 
 struct JobEnvironment {
   int world_size = 1;
-  int threads_per_rank = 1;           // for OpenMP
+  int threads_per_rank = 1;  // for OpenMP
   int master_port = 0;
   std::string job_id;
-  std::string backend;                // "" = the program's own choice
-  std::filesystem::path directory;    // private to the user; holds the rendezvous socket
+  std::string backend;              // "" = the program's own choice
+  std::filesystem::path directory;  // private to the user; holds the rendezvous socket
 
   // The variables of one rank. OMP_NUM_THREADS is left out where the user has set it.
   std::map<std::string, std::string> variables(int rank, bool omp_num_threads_set) const;

@@ -24,7 +24,8 @@ int parse_ranks(const std::string& text) {
   const bool digits = !text.empty() && text.size() <= 4 && text.find_first_not_of("0123456789") == std::string::npos;
   const int ranks = digits ? std::stoi(text) : 0;
   if (ranks < 1 || ranks > kMaxRanks) {
-    throw fsdp::InvalidArgument("-n " + text + ": expected a number of ranks from 1 to " + std::to_string(kMaxRanks) + "; e.g. -n 4");
+    throw fsdp::InvalidArgument("-n " + text + ": expected a number of ranks from 1 to " + std::to_string(kMaxRanks) +
+                                "; e.g. -n 4");
   }
   return ranks;
 }
@@ -41,18 +42,23 @@ void parse(CLI::App& app, std::vector<std::string> words, Arguments& arguments) 
   app.set_help_flag("-h,--help", "Show this text");
   auto* run = app.add_subcommand("run", "Start N ranks of a program on this host: fsdp run -n N -- program args...");
   run->add_option("-n,--ranks", arguments.ranks, "Number of ranks")->required()->type_name("N");
-  run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto or shm")->check(CLI::IsMember({"auto", "shm"}));
-  run->footer("Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,\n"
-              "OMP_NUM_THREADS (cores / N, unless set) and FSDP_RENDEZVOUS; its stdin is /dev/null. The first rank that fails ends\n"
-              "the job, and its exit code (128 + n for signal n) is that of fsdp run.");
-  std::reverse(words.begin(), words.end());   // CLI11 takes a vector from its end
+  run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto or shm")
+      ->check(CLI::IsMember({"auto", "shm"}));
+  run->footer(
+      "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,\n"
+      "OMP_NUM_THREADS (cores / N, unless set) and FSDP_RENDEZVOUS; its stdin is /dev/null. The first rank that fails "
+      "ends\n"
+      "the job, and its exit code (128 + n for signal n) is that of fsdp run.");
+  std::reverse(words.begin(), words.end());  // CLI11 takes a vector from its end
   app.parse(words);
 }
 
 int run(const Arguments& arguments) {
   try {
-    if (arguments.command.empty()) throw fsdp::InvalidArgument("no program to start; name it after --, e.g. fsdp run -n 2 -- ./train");
-    return fsdp::run_job({.ranks = parse_ranks(arguments.ranks), .backend = arguments.backend, .command = arguments.command});
+    if (arguments.command.empty())
+      throw fsdp::InvalidArgument("no program to start; name it after --, e.g. fsdp run -n 2 -- ./train");
+    return fsdp::run_job(
+        {.ranks = parse_ranks(arguments.ranks), .backend = arguments.backend, .command = arguments.command});
   } catch (const fsdp::InvalidArgument& error) {
     return report(std::string("fsdp run: ") + error.what(), kUsageError);
   } catch (const std::exception& error) {
@@ -72,7 +78,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& request) {
     return app.exit(request);
   } catch (const CLI::ExtrasError& error) {
-    return report(std::string("fsdp: ") + error.what() + "; see fsdp --help (a program and its arguments go after --)", kUsageError);
+    return report(std::string("fsdp: ") + error.what() + "; see fsdp --help (a program and its arguments go after --)",
+                  kUsageError);
   } catch (const CLI::ParseError& error) {
     return report(std::string("fsdp: ") + error.what() + "; see fsdp --help", kUsageError);
   }

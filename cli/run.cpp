@@ -26,26 +26,41 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kReportTime = std::chrono::seconds(1);
 constexpr auto kTerminateTime = std::chrono::seconds(3);
 
-void write_all(int fd, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const auto count = ::write(fd, bytes.data(), bytes.size());
-    if (count >= 0) {
-      bytes.remove_prefix(static_cast<std::size_t>(count));
-    } else if (errno == EAGAIN) {
-      pollfd writable{.fd = fd, .events = POLLOUT, .revents = 0};
-      ::poll(&writable, 1, -1);
-    } else if (errno != EINTR) {
-      throw std::system_error(errno, std::generic_category(), fd == STDOUT_FILENO ? "cannot write to stdout" : "cannot write to stderr");
+// The launcher's own stdout or stderr. Once a write has failed (the reader of a pipe is gone) the rest is dropped, so that
+// the ranks can still be ended in good order.
+class Destination {
+ public:
+  explicit Destination(int fd) : fd_(fd) {}
+
+  bool is_terminal() const { return ::isatty(fd_) == 1; }
+  int error() const { return error_; }
+
+  void write(std::string_view bytes) {
+    while (!bytes.empty() && error_ == 0) {
+      const auto count = ::write(fd_, bytes.data(), bytes.size());
+      if (count >= 0) {
+        bytes.remove_prefix(static_cast<std::size_t>(count));
+      } else if (errno == EAGAIN) {
+        pollfd writable{.fd = fd_, .events = POLLOUT, .revents = 0};
+        ::poll(&writable, 1, -1);
+      } else if (errno != EINTR) {
+        error_ = errno;
+      }
     }
   }
-}
+
+ private:
+  int fd_;
+  int error_ = 0;
+};
 
 // One output stream of one rank on its way to the launcher's own.
 class OutputRelay {
  public:
-  OutputRelay(UniqueFd source, int destination, const std::string& prefix)
-      : source_(std::move(source)),
-        prefixer_(prefix, ::isatty(destination) == 1, [destination](std::string_view line) { write_all(destination, line); }) {}
+  OutputRelay(UniqueFd source, Destination& destination, const std::string& prefix)
+      : source_(std::move(source)), prefixer_(prefix, destination.is_terminal(), [&destination](std::string_view line) {
+          destination.write(line);
+        }) {}
 
   bool is_open() const { return static_cast<bool>(source_); }
   int fd() const { return source_.get(); }
@@ -88,7 +103,8 @@ struct Rank {
 
 class Job {
  public:
-  explicit Job(const RunOptions& options) : environment_(make_job_environment(options.ranks, options.backend)), guard_(environment_.directory) {
+  explicit Job(const RunOptions& options)
+      : environment_(make_job_environment(options.ranks, options.backend)), guard_(environment_.directory) {
     ranks_.reserve(static_cast<std::size_t>(options.ranks));
     for (int index = 0; index < options.ranks; ++index) start(index, options);
   }
@@ -97,6 +113,7 @@ class Job {
     while (running() > 0) {
       wait_for_event();
       while (const auto signal = signals_.next()) handle(*signal);
+      if (phase_ == Phase::kRunning && output_error() != 0) enter(Phase::kTerminating, SIGTERM);
       if (phase_ != Phase::kRunning && Clock::now() >= deadline_) escalate();
     }
     return conclude();
@@ -119,17 +136,21 @@ class Job {
                           .signal_mask = signals_.original_mask()});
     guard_.add(process.pid());
     const auto prefix = fmt::format("[r{}] ", index);
-    OutputRelay output(process.take_output(), STDOUT_FILENO, prefix);
-    OutputRelay error_output(process.take_error_output(), STDERR_FILENO, prefix);
+    OutputRelay output(process.take_output(), stdout_, prefix);
+    OutputRelay error_output(process.take_error_output(), stderr_, prefix);
     ranks_.push_back({index, std::move(process), std::move(output), std::move(error_output)});
   }
 
+  int output_error() const { return stdout_.error() != 0 ? stdout_.error() : stderr_.error(); }
+
   int running() const {
-    return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.process.running(); }));
+    return static_cast<int>(
+        std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.process.running(); }));
   }
   int still_working() const {
-    return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(),
-                                          [](const Rank& rank) { return rank.process.running() && !rank.process.has_ended(); }));
+    return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
+      return rank.process.running() && !rank.process.has_ended();
+    }));
   }
 
   void wait_for_event() {
@@ -176,7 +197,7 @@ class Job {
     rank.process.reap();
     rank.output.drain();
     rank.error_output.drain();
-    if (!rank.process.status().good() && !failure_ && received_signal_ == 0) {
+    if (!rank.process.status().good() && !failure_ && phase_ == Phase::kRunning) {
       failure_ = {rank.index, rank.process.pid(), rank.process.status(), still_working()};
       enter(Phase::kReporting, 0);
     }
@@ -201,28 +222,36 @@ class Job {
     }
   }
 
-  int conclude() const {
+  // The job's exit code; says why where it is not 0.
+  int conclude() {
     if (failure_) {
-      const auto others = static_cast<int>(ranks_.size()) - 1;
-      auto text = fmt::format("fsdp run: rank {} (pid {}) {}", failure_->rank, failure_->pid, failure_->status.describe());
-      if (others == 1 && failure_->others_running == 1) {
-        text += "; the other rank was ended";
-      } else if (failure_->others_running == others && others > 0) {
-        text += fmt::format("; the other {} ranks were ended", others);
-      } else if (failure_->others_running > 0) {
-        text += fmt::format("; {} of the other {} ranks still ran and were ended", failure_->others_running, others);
-      }
-      write_all(STDERR_FILENO, text + "\n");
+      stderr_.write(describe(*failure_));
       return failure_->status.shell_code();
     }
     if (received_signal_ != 0) {
-      write_all(STDERR_FILENO, fmt::format("fsdp run: SIG{} received; all ranks were ended\n", ::sigabbrev_np(received_signal_)));
+      stderr_.write(fmt::format("fsdp run: SIG{} received; all ranks were ended\n", ::sigabbrev_np(received_signal_)));
       return 128 + received_signal_;
+    }
+    if (output_error() != 0) {
+      stderr_.write(
+          fmt::format("fsdp run: cannot write output: {}; all ranks were ended\n", ::strerror(output_error())));
+      return 128 + SIGPIPE;
     }
     return 0;
   }
 
+  std::string describe(const Failure& failure) const {
+    const auto others = static_cast<int>(ranks_.size()) - 1;
+    const auto text = fmt::format("fsdp run: rank {} (pid {}) {}", failure.rank, failure.pid,
+                                  failure.status.describe());
+    if (failure.others_running == 0) return text + "\n";
+    if (others == 1) return text + "; the other rank was ended\n";
+    if (failure.others_running == others) return fmt::format("{}; the other {} ranks were ended\n", text, others);
+    return fmt::format("{}; {} of the other {} ranks still ran and were ended\n", text, failure.others_running, others);
+  }
+
   // In the order of their making: the ranks end first, then the guard, and signals are ours until both are gone.
+  Destination stdout_{STDOUT_FILENO}, stderr_{STDERR_FILENO};
   SignalSource signals_;
   JobEnvironment environment_;
   OrphanGuard guard_;

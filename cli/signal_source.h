@@ -11,7 +11,7 @@ namespace fsdp {
 
 struct ReceivedSignal {
   int number = 0;
-  pid_t sender = 0;   // for SIGCHLD the child; of several children that ended at once only the first is told
+  pid_t sender = 0;  // for SIGCHLD the child; of several children that ended at once only the first is told
 };
 
 // While it lives, SIGCHLD, SIGINT, SIGTERM and SIGHUP are blocked and read from here, and SIGPIPE is ignored. A signal that

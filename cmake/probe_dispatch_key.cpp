@@ -104,7 +104,8 @@ bool probe() {
   // The fallback comes first: replacing a parameter's data already dispatches on the key.
   const auto unit = std::make_shared<Unit>();
   torch::Library library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-  library.fallback(torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::make_unique<Pager>(unit))));
+  library.fallback(
+      torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::make_unique<Pager>(unit))));
   take_over(parameters, *unit);
   const auto found = forward_backward(input, parameters);
 

@@ -31,13 +31,6 @@ std::string EngineCore::describe(std::string_view operation, int unit) const {
   return fmt::format("{} of unit {} (rank {}, step {})", operation, unit_name(unit), context.rank(), step.load());
 }
 
-void EngineCore::announce(const StepPlan* plan) {
-  const std::uint64_t fingerprint = plan != nullptr ? plan->fingerprint : 0;
-  if (fingerprint == announced_plan) return;
-  announced_plan = fingerprint;
-  mailbox.set_plan(fingerprint);
-}
-
 void EngineCore::check() const {
   stream.check();
   communicator().check();

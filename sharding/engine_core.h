@@ -32,9 +32,6 @@ struct EngineCore {
   const std::string& unit_name(int unit) const { return model.units[static_cast<std::size_t>(unit)].name; }
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.
   std::string describe(std::string_view operation, int unit) const;
-  // Tells the other ranks which plan this one follows, where that changed.
-  void announce_plan() { announce(timeline.plan()); }
-  void announce(const StepPlan* plan);
   // Throws the first failure of the stream or of any rank.
   void check() const;
   // Blocks until `done`, with `lock` (of `mutex`) let go meanwhile.
@@ -58,7 +55,6 @@ struct EngineCore {
   std::mutex mutex;
   std::condition_variable changed;       // a job of the stream is over
   Timeline timeline;
-  std::uint64_t announced_plan = 0;
 
   CommunicationStream stream;            // last: its thread ends before the rest goes
 };

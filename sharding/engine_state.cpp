@@ -229,8 +229,6 @@ void EngineState::end_step(bool updated) {
   }
   drop_gradients();
   core_.timeline.finish_step();
-  // Announced before the last barrier: from the first touch of the next step on, ranks can count on each other.
-  core_.announce(core_.timeline.expected());
   identity_checked_ = false;
   if (updated) ++core_.step;
 }

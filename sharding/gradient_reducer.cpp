@@ -25,15 +25,14 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
   flush_pending();
   const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index);
-  core_.announce_plan();
-  if (arrived.ends_previous) end_round(lock, p.unit, kNoSlot, /*planned=*/false, /*frees_unit=*/false);
+  if (arrived.ends_previous) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false);
   Round& round = open_round(p.unit);
   held_bytes_ += gradient.nbytes();
   round.held[static_cast<std::size_t>(p.trainable_index)] = std::move(gradient);
   if (restarts) round.restarts.push_back(parameter);
   if (arrived.ends) {
-    end_round(lock, p.unit, arrived.slot, arrived.planned, arrived.frees_unit);
-  } else if (arrived.packs && (round.slot != kNoSlot || find_slot(lock, round, arrived.slot, arrived.planned))) {
+    end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
+  } else if (arrived.packs && (round.slot != kNoSlot || find_slot(lock, round, arrived.slot))) {
     pack_held(round, core_.slots.data(round.slot));
   }
 }
@@ -50,12 +49,12 @@ GradientReducer::Round& GradientReducer::open_round(int unit) {
   return *open;
 }
 
-void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool planned, bool frees_unit) {
+void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit) {
   if (frees_unit) pager_.free_if_idle(unit);
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   std::unique_ptr<Round> round = std::move(rounds.open);
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
-  if (rounds.pending == 0 && (round->slot != kNoSlot || find_slot(lock, *round, planned_slot, planned))) {
+  if (rounds.pending == 0 && (round->slot != kNoSlot || find_slot(lock, *round, planned_slot))) {
     publish(std::move(round));
     return;
   }
@@ -64,24 +63,24 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
   pending_.push_back(std::move(round));
 }
 
-bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot, bool planned) {
-  if (planned && planned_slot != kNoSlot && core_.slots.is_free(planned_slot)) {
-    core_.slots.take(planned_slot);
-    if (!core_.slots.is_drained(planned_slot)) {
-      lock.unlock();
-      core_.communicator().wait_until([&] { return core_.slots.is_drained(planned_slot) || !core_.mailbox.in_step(); },
-                                      core_.describe("the buffer for gradients", round.unit));
-      lock.lock();
-    }
-    if (core_.slots.is_drained(planned_slot)) {
-      round.slot = planned_slot;
-      return true;
-    }
-    core_.slots.give_back(planned_slot);
+bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot) {
+  const int slot = planned_slot != kNoSlot && core_.slots.is_free(planned_slot) ? planned_slot : core_.slots.find_free();
+  if (slot == kNoSlot) return false;
+  core_.slots.take(slot);
+  if (!core_.slots.is_drained(slot)) {
+    const Slots::Drain drain = core_.slots.drain_of(slot);
+    core_.mailbox.set_waiting(drain.unit, drain.generation);
+    lock.unlock();
+    core_.communicator().wait_until([&] { return core_.slots.is_drained(slot) || core_.mailbox.is_deadlocked(); },
+                                    core_.describe("the buffer for gradients", round.unit));
+    lock.lock();
+    core_.mailbox.set_running();
   }
-  round.slot = core_.slots.find_free();
-  if (round.slot == kNoSlot) return false;
-  core_.slots.take(round.slot);
+  if (!core_.slots.is_drained(slot)) {
+    core_.slots.give_back(slot);
+    return false;
+  }
+  round.slot = slot;
   return true;
 }
 
@@ -89,9 +88,10 @@ void GradientReducer::flush_pending() {
   while (!pending_.empty()) {
     Round& next = *pending_.front();
     if (next.slot == kNoSlot) {
-      next.slot = core_.slots.find_free();
-      if (next.slot == kNoSlot) return;
-      core_.slots.take(next.slot);
+      const int slot = core_.slots.find_free();
+      if (slot == kNoSlot || !core_.slots.is_drained(slot)) return;
+      core_.slots.take(slot);
+      next.slot = slot;
     }
     std::unique_ptr<Round> round = std::move(pending_.front());
     pending_.pop_front();
@@ -244,9 +244,11 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
   }
   for (std::size_t p = 0; p < used_.size(); ++p) own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
+  core_.mailbox.set_settling();
   lock.unlock();
   core_.communicator().all_gather(own, all);
   lock.lock();
+  core_.mailbox.set_running();
 
   std::vector<std::uint64_t> generations(units_.size());
   std::fill(used_.begin(), used_.end(), false);
@@ -276,8 +278,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     if (units_[static_cast<std::size_t>(unit)].open == nullptr) continue;
     core_.timeline.leave_plan();
-    core_.announce_plan();
-    end_round(lock, unit, kNoSlot, /*planned=*/false, /*frees_unit=*/false);
+      end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
   }
   flush_pending();
   std::uint64_t overflow_slots = 0;

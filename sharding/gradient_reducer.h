@@ -55,8 +55,8 @@ class GradientReducer {
   struct Agreement;
 
   Round& open_round(int unit);
-  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool planned, bool frees_unit);
-  bool find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot, bool planned);
+  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
+  bool find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot);
   void flush_pending();
   void pack_held(Round& round, std::byte* buffer);
   void zero_missing(const Round& round, std::byte* buffer) const;

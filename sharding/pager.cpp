@@ -27,7 +27,6 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
     // What an evaluation left behind lies in other slots than the plan counts with.
     if (first_of_step) free_all_but({});
     if (touched.began) begin_training_run(touched.run, units);
-    core_.announce_plan();
   } else {
     touch_evaluation(units);
   }
@@ -39,12 +38,24 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
   }
   try {
     core_.wait(lock, [&] {
+      say_what_is_awaited(units);
       return std::all_of(units.begin(), units.end(), [&](int unit) { return at(unit).state == ParameterState::kResident; });
     });
   } catch (...) {
     for (const int unit : units) --at(unit).pins;
     throw;
   }
+}
+
+void Pager::say_what_is_awaited(std::span<const int> units) {
+  for (const int unit : units) {
+    const Residency& residency = at(unit);
+    if (residency.state != ParameterState::kGathering || residency.slot == kNoSlot || core_.slots.is_drained(residency.slot)) continue;
+    const Slots::Drain drain = core_.slots.drain_of(residency.slot);
+    core_.mailbox.set_waiting(drain.unit, drain.generation);
+    return;
+  }
+  core_.mailbox.set_running();
 }
 
 void Pager::release(std::span<const int> units, bool discard) {
@@ -119,8 +130,7 @@ void Pager::start_gather(int unit, int slot) {
   if (slot == kNoSlot || !core_.slots.is_free(slot)) slot = core_.slots.find_free();
   residency.slot = slot;
   if (slot != kNoSlot) core_.slots.take(slot);
-  // A slot that peers still read is waited for only while they are sure to come (in step); else an overflow buffer is taken.
-  core_.stream.enqueue({.ready = [this, slot] { return slot == kNoSlot || core_.slots.is_drained(slot) || !core_.mailbox.in_step(); },
+  core_.stream.enqueue({.ready = [this, slot] { return slot == kNoSlot || core_.slots.is_drained(slot) || core_.mailbox.is_deadlocked(); },
                         .run = [this, unit] { run_gather(unit); },
                         .what = core_.describe("gather", unit)});
 }

@@ -53,6 +53,7 @@ class Pager {
   void touch_evaluation(std::span<const int> units);
   void free_all_but(std::span<const int> keep);
   void start_gather(int unit, int slot);
+  void say_what_is_awaited(std::span<const int> units);
   void run_gather(int unit);
   void free(int unit);
   std::byte* take_overflow(int unit);

@@ -1,7 +1,7 @@
 #include "sharding/reduce_mailbox.h"
 
 #include <atomic>
-#include <new>
+#include <vector>
 
 namespace fsdp {
 
@@ -12,13 +12,19 @@ struct ReduceMailbox::Entry {
   std::uint64_t location;
 };
 
-// Layout of each rank's part: plan word, then `units` consumed words, then units * depth entries. Zero bytes are the start state.
+// A waiting word: 0 = running, all ones = settling, else the unit and generation waited for.
+namespace {
+constexpr std::uint64_t kRunning = 0, kSettling = ~std::uint64_t{0};
+constexpr int kGenerationBits = 40;
+}  // namespace
+
+// Layout of each rank's part: waiting word, then `units` consumed words, then units * depth entries. Zero bytes are the start state.
 struct ReduceMailbox::Board {
   std::atomic<std::uint64_t>* words;
   Entry* entries;
   Board(std::span<std::byte> bytes, int units)
       : words(reinterpret_cast<std::atomic<std::uint64_t>*>(bytes.data())), entries(reinterpret_cast<Entry*>(words + 1 + units)) {}
-  std::atomic<std::uint64_t>& plan() const { return words[0]; }
+  std::atomic<std::uint64_t>& waiting() const { return words[0]; }
   std::atomic<std::uint64_t>& consumed(int unit) const { return words[1 + unit]; }
 };
 
@@ -55,18 +61,49 @@ bool ReduceMailbox::is_drained(int unit, std::uint64_t generation) const {
   return true;
 }
 
-void ReduceMailbox::set_plan(std::uint64_t fingerprint) {
-  Board(segment_->local(), units_).plan().store(fingerprint, std::memory_order_release);
-  communicator_.ring();
+void ReduceMailbox::set_waiting(int unit, std::uint64_t generation) {
+  set_word(static_cast<std::uint64_t>(unit + 1) << kGenerationBits | generation);
 }
 
-bool ReduceMailbox::in_step() const {
-  const std::uint64_t own = Board(segment_->local(), units_).plan().load(std::memory_order_acquire);
-  if (own == 0) return false;
-  for (int rank = 0; rank < communicator_.world_size(); ++rank) {
-    if (Board(segment_->peer(rank), units_).plan().load(std::memory_order_acquire) != own) return false;
+void ReduceMailbox::set_settling() { set_word(kSettling); }
+
+void ReduceMailbox::set_running() { set_word(kRunning); }
+
+void ReduceMailbox::set_word(std::uint64_t word) {
+  std::atomic<std::uint64_t>& own = Board(segment_->local(), units_).waiting();
+  if (own.load(std::memory_order_relaxed) == word) return;
+  own.store(word, std::memory_order_release);
+  if (word != kRunning) communicator_.ring();
+}
+
+// Whether `rank`, whose waiting word is `word`, cannot go on before `other` does.
+bool ReduceMailbox::waits_for(int rank, int other, std::uint64_t word) const {
+  if (word == kRunning || rank == other) return false;
+  if (word == kSettling) return Board(segment_->peer(other), units_).waiting().load(std::memory_order_acquire) != kSettling;
+  const int unit = static_cast<int>(word >> kGenerationBits) - 1;
+  const std::uint64_t generation = word & ((std::uint64_t{1} << kGenerationBits) - 1);
+  // A peer that has published further has published this one too.
+  return entry(other, unit, generation).generation.load(std::memory_order_acquire) < generation;
+}
+
+bool ReduceMailbox::is_deadlocked() const {
+  const int ranks = communicator_.world_size();
+  std::vector<std::uint64_t> words;
+  for (int rank = 0; rank < ranks; ++rank) words.push_back(Board(segment_->peer(rank), units_).waiting().load(std::memory_order_acquire));
+  // Ranks that go on: those that wait for none, then those that wait only for such.
+  std::vector<bool> goes_on(static_cast<std::size_t>(ranks));
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (goes_on[static_cast<std::size_t>(rank)]) continue;
+      bool blocked = false;
+      for (int other = 0; other < ranks; ++other) {
+        blocked |= !goes_on[static_cast<std::size_t>(other)] && waits_for(rank, other, words[static_cast<std::size_t>(rank)]);
+      }
+      if (!blocked) goes_on[static_cast<std::size_t>(rank)] = changed = true;
+    }
   }
-  return true;
+  return !goes_on[static_cast<std::size_t>(communicator_.rank())];
 }
 
 const ReduceMailbox::Entry& ReduceMailbox::entry(int rank, int unit, std::uint64_t generation) const {

@@ -4,6 +4,11 @@
 // A unit's gradients are reduced in generations 1, 2, 3, ..., the same on every rank. Rank r publishes (unit, generation, location of its
 // buffer); when all ranks have, each sums its own share from all the buffers and then counts the generation as consumed. A buffer may be
 // overwritten once every rank has consumed it (drained). Nothing here blocks: waiting is Communicator::wait_until.
+//
+// NOTE [Waiting for a slot]
+// A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the ranks that have not published
+// it go on; ranks that run units in different orders may wait for each other. Each rank sees all the others' words, finds
+// the circle, and takes an overflow buffer instead. So memory stays bounded where ranks do alike, and nothing hangs where they do not.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +31,12 @@ class ReduceMailbox {
   void consume(int unit, std::uint64_t generation);
   bool is_drained(int unit, std::uint64_t generation) const;     // by every rank
 
-  // The fingerprint of the step plan that this rank follows; 0 = none.
-  void set_plan(std::uint64_t fingerprint);
-  // All ranks follow the same plan, so a wait for a peer's gradients ends.
-  bool in_step() const;
+  // What this rank's program waits for: a generation to be drained, or the other ranks at a settlement; or nothing.
+  void set_waiting(int unit, std::uint64_t generation);
+  void set_settling();
+  void set_running();
+  // This rank waits, and no rank that could end the wait will go on before it does.
+  bool is_deadlocked() const;
 
   std::size_t bytes() const { return segment_->bytes(); }
 
@@ -38,6 +45,8 @@ class ReduceMailbox {
   struct Board;
   const Entry& entry(int rank, int unit, std::uint64_t generation) const;
   Entry& own_entry(int unit, std::uint64_t generation);
+  void set_word(std::uint64_t word);
+  bool waits_for(int rank, int other, std::uint64_t word) const;
 
   Communicator& communicator_;
   int units_, depth_;

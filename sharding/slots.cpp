@@ -7,15 +7,18 @@ Slots::Slots(Communicator& communicator, const ReduceMailbox& mailbox, int count
       segment_(communicator.allocate(static_cast<std::size_t>(count) * slot_bytes)) {}
 
 bool Slots::is_drained(int slot) const {
-  const Slot& s = slots_[static_cast<std::size_t>(slot)];
-  return s.drain_unit < 0 || mailbox_.is_drained(s.drain_unit, s.drain_generation);
+  const Drain drain = drain_of(slot);
+  return drain.unit < 0 || mailbox_.is_drained(drain.unit, drain.generation);
 }
 
 int Slots::find_free() const {
+  int draining = kNoSlot;
   for (int slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
-    if (is_free(slot) && is_drained(slot)) return slot;
+    if (!is_free(slot)) continue;
+    if (is_drained(slot)) return slot;
+    if (draining == kNoSlot) draining = slot;
   }
-  return kNoSlot;
+  return draining;
 }
 
 }  // namespace fsdp

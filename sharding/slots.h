@@ -27,18 +27,23 @@ class Slots {
   bool is_free(int slot) const { return !slots_[static_cast<std::size_t>(slot)].busy; }
   // No rank still reads what the slot held last.
   bool is_drained(int slot) const;
-  // A free and drained slot, or kNoSlot.
+  // A free slot, a drained one if there is one; or kNoSlot.
   int find_free() const;
+  // What a slot that is not drained waits for.
+  struct Drain {
+    int unit = -1;
+    std::uint64_t generation = 0;
+  };
+  Drain drain_of(int slot) const { return slots_[static_cast<std::size_t>(slot)].drain; }
   void take(int slot) { slots_[static_cast<std::size_t>(slot)].busy = true; }
   void give_back(int slot) { slots_[static_cast<std::size_t>(slot)].busy = false; }
   // Given back, but readable by peers until all have consumed this generation.
-  void drain(int slot, int unit, std::uint64_t generation) { slots_[static_cast<std::size_t>(slot)] = {false, unit, generation}; }
+  void drain(int slot, int unit, std::uint64_t generation) { slots_[static_cast<std::size_t>(slot)] = {false, {unit, generation}}; }
 
  private:
   struct Slot {
     bool busy = false;
-    int drain_unit = -1;
-    std::uint64_t drain_generation = 0;
+    Drain drain{};
   };
 
   const ReduceMailbox& mailbox_;

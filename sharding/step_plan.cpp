@@ -44,7 +44,6 @@ class Planner {
         arrive(static_cast<std::size_t>(event.index));
       }
     }
-    plan_.fingerprint = fingerprint();
     return std::move(plan_);
   }
 
@@ -137,26 +136,6 @@ class Planner {
     const int taken = first != kNoSlot ? first : second;
     if (taken != kNoSlot) slots_[static_cast<std::size_t>(taken)].use = Use::kBusy;
     return taken;
-  }
-
-  // FNV-1a over everything that ranks in step must share.
-  std::uint64_t fingerprint() const {
-    std::uint64_t hash = 14695981039346656037ULL;
-    const auto mix = [&hash](int value) { hash = (hash ^ static_cast<std::uint32_t>(value)) * 1099511628211ULL; };
-    for (const StepEvent& event : plan_.record.events) {
-      mix(static_cast<int>(event.kind));
-      mix(event.index);
-      mix(event.parameter);
-    }
-    for (const auto& run : plan_.runs) {
-      mix(static_cast<int>(run.units.size()));
-      for (const int unit : run.units) mix(unit);
-      for (const auto& gather : run.gathers) mix(gather.unit * 64 + gather.slot);
-    }
-    for (const auto& rounds : plan_.rounds) {
-      for (const auto& round : rounds) mix(round.slot);
-    }
-    return hash == 0 ? 1 : hash;
   }
 
   StepPlan plan_;

@@ -57,7 +57,6 @@ struct StepPlan {
   std::vector<Run> runs;
   std::vector<std::vector<Round>> rounds;   // [unit][round]
   StepRecord record;
-  std::uint64_t fingerprint = 0;            // never 0; equal on ranks that do the same in the same slots
 };
 
 // REQUIRES prefetch >= 0 and unit indices below units.

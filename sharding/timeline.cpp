@@ -55,7 +55,6 @@ Timeline::Arrived Timeline::arrive(int unit, int parameter) {
   if (plan_ != nullptr && round.index >= plan_->rounds[static_cast<std::size_t>(unit)].size()) leave_plan();
   if (plan_ != nullptr) {
     const StepPlan::Round& planned = plan_->rounds[static_cast<std::size_t>(unit)][round.index];
-    result.planned = true;
     result.ends = arrival + 1 == planned.arrivals;
     // A slot that is free only after the unit's own parameters are gone is taken at the end.
     result.packs = result.ends || (arrival >= planned.opens_at && !(planned.opens_at + 1 == planned.arrivals));

@@ -29,15 +29,10 @@ class Timeline {
     bool ends = false;            // this gradient is the round's last
     bool packs = false;           // a buffer is to be open now
     int slot = kNoSlot;           // its planned slot; kNoSlot = any
-    bool planned = false;
     bool frees_unit = false;      // with `ends`
   };
   Arrived arrive(int unit, int parameter);
 
-  // The plan that the step follows, or nullptr.
-  const StepPlan* plan() const { return plan_; }
-  // The plan that the next step is likely to follow, or nullptr.
-  const StepPlan* expected() const;
   bool started() const { return !record_.events.empty(); }
   void leave_plan() { plan_ = nullptr; }
   // The step is over: a new pattern becomes a plan, kept beside a few older ones.
@@ -57,6 +52,7 @@ class Timeline {
   };
 
   void choose_plan(std::span<const int> units);
+  const StepPlan* expected() const;        // the plan that this step is likely to follow, or nullptr
   void end_round(int unit);
   const Pattern* pattern_of(const StepPlan* plan) const;
 

@@ -50,6 +50,7 @@ Summary train_plain(const Options& options, const Corpus& corpus, AllocationCoun
     log.add(step, {.loss = loss.item<double>(), .grad_norm = norm, .seconds = time.count(), .memory_bytes = allocations.peak_bytes()});
   }
 
+  summary.state_bytes = summary.plain_state_bytes = 4 * sizeof(float) * static_cast<std::size_t>(summary.parameters);
   summary.peak_bytes = summary.plain_bytes = allocations.peak_bytes();
   report.memory({{.kind = "total", .measured = summary.peak_bytes, .plain = summary.plain_bytes}});
   summary.held_out_after = held_out_loss(model, corpus);

@@ -21,35 +21,23 @@ fsdp::AdamW adamw(const Options& options) {
           .groups = {{.matches = is_bias_or_norm, .weight_decay = 0.0}}};
 }
 
-// Bytes of this rank at their peak: what the engine keeps, and what LibTorch allocated for activations since `baseline`.
-struct MemoryUse {
-  std::size_t baseline = 0, activations = 0;
-
-  std::size_t total(const fsdp::MemoryReport& engine) const {
-    return engine.total_bytes() + engine.peak_overflow_bytes + activations;
-  }
-  // The least that plain LibTorch needs: there, gradients come alive while activations die.
-  std::size_t plain_total(std::size_t unsharded_bytes, std::size_t gradient_bytes) const {
-    return unsharded_bytes - gradient_bytes + std::max(gradient_bytes, activations);
-  }
-};
-
-void report_memory(Report& report, const fsdp::Engine& engine, const MemoryUse& use, std::size_t plain_total) {
+void report_memory(Report& report, const fsdp::Engine& engine, const Summary& summary) {
   const auto plan = engine.plan();
   const auto& predicted = plan.predicted;
   const auto measured = engine.memory();
   const auto row = [&](const char* kind, std::size_t fsdp::MemoryReport::* bytes) {
     return MemoryRow{kind, predicted.*bytes, measured.*bytes, std::nullopt};
   };
+  const auto activations = summary.peak_bytes - summary.state_bytes;
   report.memory({row("parameter shards", &fsdp::MemoryReport::parameter_shard_bytes),
                  row("gradient shards", &fsdp::MemoryReport::gradient_shard_bytes),
                  row("optimizer state", &fsdp::MemoryReport::optimizer_bytes),
                  row("arena for gathered units", &fsdp::MemoryReport::arena_bytes),
                  row("communication", &fsdp::MemoryReport::communication_bytes),
                  row("overflow beside the arena", &fsdp::MemoryReport::peak_overflow_bytes),
-                 {"model and optimizer", predicted.total_bytes(), measured.total_bytes() + measured.peak_overflow_bytes, plan.unsharded_bytes},
-                 {"activations", std::nullopt, use.activations, use.activations},
-                 {"total", std::nullopt, use.total(measured), plain_total}});
+                 {"all of these", predicted.total_bytes(), summary.state_bytes, summary.plain_state_bytes},
+                 {"activations", std::nullopt, activations, activations},
+                 {"total", std::nullopt, summary.peak_bytes, summary.plain_bytes}});
 }
 
 class ShardedTraining {
@@ -86,7 +74,7 @@ class ShardedTraining {
 
     report.heading("training");
     allocations_.reset_peak();
-    MemoryUse use{.baseline = allocations_.live_bytes()};
+    const auto baseline = allocations_.live_bytes();
     TrainingLog log(options_, report, summary, [this](double value) { return context_.mean(value); });
     for (auto step = summary.first_step; step < options_.last_step(); ++step) {
       const auto begin = std::chrono::steady_clock::now();
@@ -96,17 +84,28 @@ class ShardedTraining {
       const auto result = optimizer.step({.max_grad_norm = kMaxGradNorm});
       const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
 
-      use.activations = std::max(use.activations, allocations_.peak_bytes() - use.baseline);
       log.add(step, {.loss = loss.item<double>(),
                      .grad_norm = result.grad_norm,
                      .seconds = time.count(),
-                     .memory_bytes = use.total(engine_.memory())});
+                     .memory_bytes = state_bytes() + allocations_.peak_bytes() - baseline});
       if (is_save_due(step + 1)) engine_.save(options_.out);
     }
-    summary.peak_bytes = use.total(engine_.memory());
-    const auto gradient_bytes = static_cast<std::size_t>(summary.parameters) * sizeof(float);
-    summary.plain_bytes = use.plain_total(engine_.plan().unsharded_bytes, gradient_bytes);
-    report_memory(report, engine_, use, summary.plain_bytes);
+    count_memory(summary, allocations_.peak_bytes() - baseline);
+    report_memory(report, engine_, summary);
+  }
+
+  std::size_t state_bytes() const {
+    const auto memory = engine_.memory();
+    return memory.total_bytes() + memory.peak_overflow_bytes;
+  }
+
+  void count_memory(Summary& summary, std::size_t activations) const {
+    summary.state_bytes = state_bytes();
+    summary.peak_bytes = summary.state_bytes + activations;
+    // Without sharding gradients come alive while activations die, so at least the larger of the two is beside the rest.
+    const auto gradients = static_cast<std::size_t>(summary.parameters) * sizeof(float);
+    summary.plain_state_bytes = engine_.plan().unsharded_bytes;
+    summary.plain_bytes = summary.plain_state_bytes - gradients + std::max(gradients, activations);
   }
 
   void resume(Report& report, Summary& summary) {

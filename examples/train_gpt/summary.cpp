@@ -29,6 +29,8 @@ void write_summary(const std::filesystem::path& file, const Summary& summary) {
       {"held_out_after", number(summary.held_out_after)},
       {"bigram_entropy", summary.bigram_entropy},
       {"tokens_per_second", summary.tokens_per_second},
+      {"state_bytes", summary.state_bytes},
+      {"plain_state_bytes", summary.plain_state_bytes},
       {"peak_bytes", summary.peak_bytes},
       {"plain_bytes", summary.plain_bytes},
       {"sample", summary.sample},

@@ -16,7 +16,8 @@ struct Summary {
   std::optional<double> held_out_before{}, held_out_after{};   // of a resumed model before its first step; of the model at the end
   double bigram_entropy = 0;                               // of the training text, in nats
   double tokens_per_second = 0;
-  std::size_t peak_bytes = 0, plain_bytes = 0;             // of one rank; the least that plain LibTorch needs for the same
+  std::size_t state_bytes = 0, plain_state_bytes = 0;      // of one rank: parameters, gradients, optimizer state and what serves them
+  std::size_t peak_bytes = 0, plain_bytes = 0;             // with activations; the least that plain LibTorch needs
   std::string sample{};
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <numeric>
 
 #include "checkpoint/reshard_plan.h"
@@ -68,12 +69,11 @@ std::vector<std::int64_t> logical_indices(const std::vector<std::int64_t>& shape
 }
 
 ModelShard::ModelShard(std::vector<ModelTensor> tensors, int rank, int world_size) : tensors_(std::move(tensors)) {
-  std::int64_t total = 0;
-  for (const ModelTensor& tensor : tensors_) total += numel_of(tensor.shape);
-  const std::int64_t part = (total + world_size - 1) / world_size;
-  std::int64_t first = 0;
+  std::map<ShardKind, std::int64_t> totals, firsts;
+  for (const ModelTensor& tensor : tensors_) totals[tensor.kind] += numel_of(tensor.shape);
   for (const ModelTensor& tensor : tensors_) {
-    const std::int64_t numel = numel_of(tensor.shape);
+    const std::int64_t numel = numel_of(tensor.shape), part = (totals[tensor.kind] + world_size - 1) / world_size;
+    std::int64_t& first = firsts[tensor.kind];
     const std::int64_t begin = std::clamp<std::int64_t>(rank * part - first, 0, numel), end = std::clamp<std::int64_t>((rank + 1) * part - first, 0, numel);
     first += numel;
     bytes_.emplace_back(static_cast<std::size_t>(end - begin) * size_of(tensor.dtype), kClear);

@@ -32,7 +32,7 @@ std::vector<std::int64_t> logical_indices(const std::vector<std::int64_t>& shape
 
 class ModelShard {
  public:
-  // Cuts all elements of all tensors, laid end to end, into equal parts: ranges cross rows and tensors, and some are empty.
+  // Cuts the tensors of each kind, laid end to end, into equal parts: cuts fall into rows, and many ranges are empty.
   ModelShard(std::vector<ModelTensor> tensors, int rank, int world_size);
   ModelShard(int rank, int world_size) : ModelShard(test_model(), rank, world_size) {}
 

@@ -54,8 +54,10 @@ TEST_F(OutputPrefixerTest, GivesTheSameLinesHoweverTheBytesAreCut) {
     return lines_;
   };
   const auto whole = collect(text.size());
-  EXPECT_THAT(whole, ElementsAre("[r1] a\n", "[r1] bb\n", "[r1] 10%\n", "[r1] 20%\n", "[r1] 30%\n", "[r1] \n", "[r1] end\n"));
-  for (std::size_t step = 1; step < text.size(); ++step) EXPECT_EQ(collect(step), whole) << "cut every " << step << " bytes";
+  EXPECT_THAT(whole,
+              ElementsAre("[r1] a\n", "[r1] bb\n", "[r1] 10%\n", "[r1] 20%\n", "[r1] 30%\n", "[r1] \n", "[r1] end\n"));
+  for (std::size_t step = 1; step < text.size(); ++step)
+    EXPECT_EQ(collect(step), whole) << "cut every " << step << " bytes";
 }
 
 TEST_F(OutputPrefixerTest, LetsProgressRewriteItsLineOnATerminal) {

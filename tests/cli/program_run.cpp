@@ -73,7 +73,8 @@ ProgramResult ProgramRun::finish() {
           .error_output = read_memory_file(error_output_.get())};
 }
 
-ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& variables) {
+ProgramResult run_program(const std::vector<std::string>& arguments,
+                          const std::map<std::string, std::string>& variables) {
   return ProgramRun(arguments, variables).finish();
 }
 

@@ -12,13 +12,14 @@
 namespace fsdp {
 
 struct ProgramResult {
-  int exit_code = -1;   // 128 + n for signal n
+  int exit_code = -1;  // 128 + n for signal n
   std::string output, error_output;
 };
 
 class ProgramRun {
  public:
-  explicit ProgramRun(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& variables = {});
+  explicit ProgramRun(const std::vector<std::string>& arguments,
+                      const std::map<std::string, std::string>& variables = {});
   ProgramRun(const ProgramRun&) = delete;
   ProgramRun& operator=(const ProgramRun&) = delete;
   ~ProgramRun();
@@ -36,7 +37,8 @@ class ProgramRun {
 };
 
 // The program run to its end.
-ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& variables = {});
+ProgramResult run_program(const std::vector<std::string>& arguments,
+                          const std::map<std::string, std::string>& variables = {});
 
 // `fsdp run -n ranks -- sh -c script`
 std::vector<std::string> shell_job(int ranks, const std::string& script);

@@ -21,7 +21,7 @@ using testing::MatchesRegex;
 using testing::StartsWith;
 using testing::UnorderedElementsAre;
 
-constexpr double kEndLimitSeconds = 5;   // what the launcher promises
+constexpr double kEndLimitSeconds = 5;  // what the launcher promises
 
 // Ranks print the pids of their shell and of a program under it, then wait; the pids of all of them.
 constexpr const char* kWaitingScript = "sleep 300 & echo pid $$; echo pid $!; wait";
@@ -63,14 +63,17 @@ TEST(RunTest, LeavesTheOutputOfASingleRankAlone) {
 }
 
 TEST(RunTest, EndsALastLineThatHasNoNewline) {
-  EXPECT_THAT(lines_of(run_program(shell_job(2, "printf 'no newline'")).output), UnorderedElementsAre("[r0] no newline", "[r1] no newline"));
+  EXPECT_THAT(lines_of(run_program(shell_job(2, "printf 'no newline'")).output),
+              UnorderedElementsAre("[r0] no newline", "[r1] no newline"));
 }
 
 TEST(RunTest, KeepsLongLinesOfSeveralRanksApart) {
-  const auto result = run_program(shell_job(4, "for i in 1 2 3; do head -c 65536 /dev/zero | tr '\\0' $RANK; echo; done"));
+  const auto result = run_program(
+      shell_job(4, "for i in 1 2 3; do head -c 65536 /dev/zero | tr '\\0' $RANK; echo; done"));
   std::vector<std::string> expected;
   for (int rank = 0; rank < 4; ++rank) {
-    expected.insert(expected.end(), 3, "[r" + std::to_string(rank) + "] " + std::string(65536, static_cast<char>('0' + rank)));
+    expected.insert(expected.end(), 3,
+                    "[r" + std::to_string(rank) + "] " + std::string(65536, static_cast<char>('0' + rank)));
   }
   EXPECT_THAT(lines_of(result.output), testing::UnorderedElementsAreArray(expected));
 }
@@ -78,17 +81,20 @@ TEST(RunTest, KeepsLongLinesOfSeveralRanksApart) {
 TEST(RunTest, GivesTheCodeOfTheFirstRankThatFails) {
   const auto result = run_program(shell_job(4, "[ $RANK = 2 ] && exit 3; exec sleep 300"));
   EXPECT_EQ(result.exit_code, 3);
-  EXPECT_THAT(result.error_output, MatchesRegex("fsdp run: rank 2 \\(pid [0-9]+\\) exited with code 3; the other 3 ranks were ended\n"));
+  EXPECT_THAT(result.error_output,
+              MatchesRegex("fsdp run: rank 2 \\(pid [0-9]+\\) exited with code 3; the other 3 ranks were ended\n"));
 }
 
 TEST(RunTest, LetsTheOtherRanksSayWhatTheySawAndKeepsTheRootCause) {
   const auto result = run_program(shell_job(2, "[ $RANK = 0 ] && exit 7; sleep 0.3; echo rank 0 is gone >&2; exit 9"));
   EXPECT_EQ(result.exit_code, 7);
-  EXPECT_THAT(result.error_output, AllOf(HasSubstr("[r1] rank 0 is gone"), HasSubstr("rank 0 (pid"), HasSubstr("exited with code 7")));
+  EXPECT_THAT(result.error_output,
+              AllOf(HasSubstr("[r1] rank 0 is gone"), HasSubstr("rank 0 (pid"), HasSubstr("exited with code 7")));
 }
 
 TEST(RunTest, CountsOnlyTheRanksThatStillRan) {
-  const auto result = run_program(shell_job(3, "[ $RANK = 0 ] && exit 0; [ $RANK = 1 ] && exec sleep 300; sleep 0.5; exit 4"));
+  const auto result = run_program(
+      shell_job(3, "[ $RANK = 0 ] && exit 0; [ $RANK = 1 ] && exec sleep 300; sleep 0.5; exit 4"));
   EXPECT_EQ(result.exit_code, 4);
   EXPECT_THAT(result.error_output, HasSubstr("; 1 of the other 2 ranks still ran and were ended"));
 }
@@ -96,13 +102,16 @@ TEST(RunTest, CountsOnlyTheRanksThatStillRan) {
 TEST(RunTest, Gives128AndTheSignalForARankThatWasKilled) {
   const auto result = run_program(shell_job(2, "[ $RANK = 1 ] && kill -KILL $$; exec sleep 300"));
   EXPECT_EQ(result.exit_code, 128 + SIGKILL);
-  EXPECT_THAT(result.error_output,
-              MatchesRegex("fsdp run: rank 1 \\(pid [0-9]+\\) was killed by signal 9 \\(SIGKILL\\); the other rank was ended\n"));
+  EXPECT_THAT(
+      result.error_output,
+      MatchesRegex(
+          "fsdp run: rank 1 \\(pid [0-9]+\\) was killed by signal 9 \\(SIGKILL\\); the other rank was ended\n"));
 }
 
 TEST(RunTest, EndsRanksThatIgnoreTermWithinItsLimit) {
   const auto begin = std::chrono::steady_clock::now();
-  ProgramRun run(shell_job(3, "trap '' TERM; sleep 300 & echo pid $$; echo pid $!; [ $RANK = 0 ] && exit 5; while :; do wait; done"));
+  ProgramRun run(shell_job(
+      3, "trap '' TERM; sleep 300 & echo pid $$; echo pid $!; [ $RANK = 0 ] && exit 5; while :; do wait; done"));
   const auto pids = pids_of(run.wait_for_lines(6));
   const auto result = run.finish();
   EXPECT_EQ(result.exit_code, 5);
@@ -152,7 +161,8 @@ TEST_P(RunSignalTest, IsPassedOnAndDecidesTheExitCode) {
   const auto result = run.finish();
   EXPECT_EQ(result.exit_code, 128 + GetParam());
   EXPECT_THAT(lines_of(result.output), UnorderedElementsAre("[r0] ready", "[r1] ready", "[r0] got it", "[r1] got it"));
-  EXPECT_THAT(result.error_output, HasSubstr(std::string("fsdp run: SIG") + ::sigabbrev_np(GetParam()) + " received; all ranks were ended\n"));
+  EXPECT_THAT(result.error_output, HasSubstr(std::string("fsdp run: SIG") + ::sigabbrev_np(GetParam()) +
+                                             " received; all ranks were ended\n"));
 }
 
 INSTANTIATE_TEST_SUITE_P(RunTest, RunSignalTest, testing::Values(SIGINT, SIGTERM, SIGHUP),
@@ -180,7 +190,8 @@ TEST(RunTest, KillsAtOnceOnASecondSignal) {
 }
 
 TEST(RunTest, OutlivesAHangUpThatItWasToldToIgnore) {
-  struct sigaction ignore {}, before {};
+  struct sigaction ignore {
+  }, before{};
   ignore.sa_handler = SIG_IGN;
   ::sigaction(SIGHUP, &ignore, &before);
   ProgramRun run(shell_job(2, "echo ready; sleep 1; echo done"));
@@ -188,6 +199,15 @@ TEST(RunTest, OutlivesAHangUpThatItWasToldToIgnore) {
   run.wait_for_lines(2);
   ASSERT_EQ(::kill(run.pid(), SIGHUP), 0);
   EXPECT_EQ(run.finish().exit_code, 0);
+}
+
+TEST(RunTest, EndsInGoodOrderWhenNobodyReadsItsOutput) {
+  const std::string ranks = "trap 'echo ended >&2; exit 0' TERM; while :; do echo line; sleep 0.01; done";
+  const auto result = run_program(
+      shell_job(1, "{ " FSDP_PROGRAM " run -n 2 -- sh -c \"" + ranks + "\"; echo code $? >&2; } | head -n 1"));
+  EXPECT_THAT(lines_of(result.error_output),
+              UnorderedElementsAre("[r0] ended", "[r1] ended", "code 141",
+                                   "fsdp run: cannot write output: Broken pipe; all ranks were ended"));
 }
 
 TEST(RunTest, GivesRanksAnEmptyStandardInput) { EXPECT_EQ(run_program(shell_job(2, "cat; exit $?")).exit_code, 0); }
@@ -216,24 +236,27 @@ TEST_P(UsageErrorTest, IsOneLineWithTheRemedyAndCodeTwo) {
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.output, IsEmpty());
   EXPECT_EQ(lines_of(result.error_output).size(), 1u);
-  EXPECT_THAT(result.error_output, AllOf(StartsWith("fsdp"), HasSubstr(GetParam().named), HasSubstr(GetParam().remedy)));
+  EXPECT_THAT(result.error_output,
+              AllOf(StartsWith("fsdp"), HasSubstr(GetParam().named), HasSubstr(GetParam().remedy)));
 }
 
-INSTANTIATE_TEST_SUITE_P(RunTest, UsageErrorTest,
-                         testing::Values(UsageCase{"NoSubcommand", {}, "expected a subcommand", "--help"},
-                                         UsageCase{"UnknownSubcommand", {"frob"}, "frob", "--help"},
-                                         UsageCase{"NoRanks", {"run", "--", "true"}, "--ranks is required", "--help"},
-                                         UsageCase{"ZeroRanks", {"run", "-n", "0", "--", "true"}, "-n 0", "from 1 to 1024"},
-                                         UsageCase{"RanksNotANumber", {"run", "-n", "2x", "--", "true"}, "-n 2x", "from 1 to 1024"},
-                                         UsageCase{"TooManyRanks", {"run", "-n", "99999999999", "--", "true"}, "-n 99999999999", "from 1 to 1024"},
-                                         UsageCase{"NoSeparator", {"run", "-n", "2"}, "no program", "name it after --"},
-                                         UsageCase{"NothingAfterSeparator", {"run", "-n", "2", "--"}, "no program", "name it after --"},
-                                         UsageCase{"ProgramBeforeSeparator", {"run", "-n", "2", "true"}, "true", "go after --"},
-                                         UsageCase{"UnknownFlag", {"run", "-n", "2", "--nodes", "3", "--", "true"}, "--nodes", "go after --"},
-                                         UsageCase{"UnknownBackend", {"run", "-n", "2", "--backend", "smoke", "--", "true"}, "smoke", "shm"},
-                                         UsageCase{"MissingProgram", {"run", "-n", "2", "--", "./no-such-program"}, "./no-such-program", "PATH"},
-                                         UsageCase{"NotExecutable", {"run", "-n", "2", "--", "/etc/passwd"}, "/etc/passwd", "chmod +x"}),
-                         [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    RunTest, UsageErrorTest,
+    testing::Values(
+        UsageCase{"NoSubcommand", {}, "expected a subcommand", "--help"},
+        UsageCase{"UnknownSubcommand", {"frob"}, "frob", "--help"},
+        UsageCase{"NoRanks", {"run", "--", "true"}, "--ranks is required", "--help"},
+        UsageCase{"ZeroRanks", {"run", "-n", "0", "--", "true"}, "-n 0", "from 1 to 1024"},
+        UsageCase{"RanksNotANumber", {"run", "-n", "2x", "--", "true"}, "-n 2x", "from 1 to 1024"},
+        UsageCase{"TooManyRanks", {"run", "-n", "99999999999", "--", "true"}, "-n 99999999999", "from 1 to 1024"},
+        UsageCase{"NoSeparator", {"run", "-n", "2"}, "no program", "name it after --"},
+        UsageCase{"NothingAfterSeparator", {"run", "-n", "2", "--"}, "no program", "name it after --"},
+        UsageCase{"ProgramBeforeSeparator", {"run", "-n", "2", "true"}, "true", "go after --"},
+        UsageCase{"UnknownFlag", {"run", "-n", "2", "--nodes", "3", "--", "true"}, "--nodes", "go after --"},
+        UsageCase{"UnknownBackend", {"run", "-n", "2", "--backend", "smoke", "--", "true"}, "smoke", "shm"},
+        UsageCase{"MissingProgram", {"run", "-n", "2", "--", "./no-such-program"}, "./no-such-program", "PATH"},
+        UsageCase{"NotExecutable", {"run", "-n", "2", "--", "/etc/passwd"}, "/etc/passwd", "chmod +x"}),
+    [](const auto& test) { return test.param.name; });
 
 TEST(ProgramTest, SaysItsVersion) {
   const auto result = run_program({"--version"});
