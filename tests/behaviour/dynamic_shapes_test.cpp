@@ -1,5 +1,6 @@
 // Batch sizes and sequence lengths that change from step to step: the numbers stay right and the plan stays in use.
 #include <cmath>
+#include <map>
 #include <mutex>
 
 #include <gtest/gtest.h>
@@ -78,26 +79,18 @@ TYPED_TEST_SUITE(DynamicShapesTest, Models);
 
 TYPED_TEST(DynamicShapesTest, StayRight) { expect_parity(this->training()); }
 
-// One rank's gathers, step by step, as its communicator saw them.
-struct GatherLog {
-  struct Entry {
-    std::string unit;
-    const void* address;
-    bool operator==(const Entry&) const = default;
-  };
-  std::vector<std::vector<Entry>> steps{1};
-};
-
-void PrintTo(const GatherLog::Entry& entry, std::ostream* out) { *out << entry.unit << "@" << entry.address; }
+// Where each unit was gathered in one step, in order, as the rank's communicator saw it. Between units the order may change: a gather that waits for
+// peers to leave its slot is overtaken.
+using GatherLog = std::map<std::string, std::vector<const void*>>;
 
 TYPED_TEST(DynamicShapesTest, KeepThePlanFromTheSecondStepOn) {
   for (const int world_size : {1, 2, 3}) {
     std::mutex mutex;
-    std::vector<GatherLog> logs(static_cast<std::size_t>(world_size));
+    std::vector<std::vector<GatherLog>> logs(static_cast<std::size_t>(world_size), std::vector<GatherLog>(1));   // by rank and step
     const auto on_record = [&](int rank, const CommunicatorRecord& record) {
       if (record.operation != "gather") return;
       const std::lock_guard lock(mutex);
-      logs[static_cast<std::size_t>(rank)].steps.back().push_back({record.label, record.output});
+      logs[static_cast<std::size_t>(rank)].back()[record.label].push_back(record.output);
     };
     run_ranks(world_size, [&](const Context& context) {
       at::set_num_threads(1);
@@ -117,12 +110,12 @@ TYPED_TEST(DynamicShapesTest, KeepThePlanFromTheSecondStepOn) {
         EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
         EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
         const std::lock_guard lock(mutex);
-        logs[static_cast<std::size_t>(context.rank())].steps.emplace_back();
+        logs[static_cast<std::size_t>(context.rank())].emplace_back();
       }
     }, {.on_record = on_record});
-    for (const GatherLog& log : logs) {
-      ASSERT_FALSE(log.steps[1].empty());
-      for (int step = 2; step < kSteps; ++step) EXPECT_EQ(log.steps[static_cast<std::size_t>(step)], log.steps[1]) << "step " << step;
+    for (const auto& steps : logs) {
+      ASSERT_GE(steps[1].size(), 4U);
+      for (int step = 2; step < kSteps; ++step) EXPECT_EQ(steps[static_cast<std::size_t>(step)], steps[1]) << "step " << step;
     }
   }
 }

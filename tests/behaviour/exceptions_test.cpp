@@ -114,7 +114,7 @@ TEST_P(ExceptionTest, SurfacesAndTheNextStepsEqualTheReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, ExceptionTest, ::testing::ValuesIn(kFailures),
-                         [](const ::testing::TestParamInfo<Failure>& info) { return std::string(info.param.name); });
+                         [](const ::testing::TestParamInfo<Failure>& tested) { return std::string(tested.param.name); });
 
 // One rank alone fails and leaves: the others' waits end with its reason.
 TEST(ExceptionOnOneRankTest, EndsTheOthersStepWithItsText) {
@@ -133,7 +133,8 @@ TEST(ExceptionOnOneRankTest, EndsTheOthersStepWithItsText) {
     });
     EXPECT_THAT(first, HasSubstr(kThrown));
     for (int rank = 0; rank < world_size; ++rank) {
-      if (rank != 1) EXPECT_THAT(texts[static_cast<std::size_t>(rank)], HasSubstr(kThrown));
+      if (rank == 1) continue;
+      EXPECT_THAT(texts[static_cast<std::size_t>(rank)], HasSubstr(kThrown));
     }
   }
 }

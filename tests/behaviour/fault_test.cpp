@@ -92,7 +92,7 @@ TEST_P(CommunicationFaultTest, EndsEveryRankWithRankAndOperation) {
 INSTANTIATE_TEST_SUITE_P(Operations, CommunicationFaultTest,
                          ::testing::Values(FaultCase{"gather", 2}, FaultCase{"gather", 3}, FaultCase{"reduce", 2}, FaultCase{"reduce", 3},
                                            FaultCase{"all_gather", 2}, FaultCase{"all_gather", 3}, FaultCase{"barrier", 2}, FaultCase{"barrier", 3}),
-                         [](const auto& info) { return info.param.operation + "At" + std::to_string(info.param.world_size) + "Ranks"; });
+                         [](const auto& tested) { return tested.param.operation + "At" + std::to_string(tested.param.world_size) + "Ranks"; });
 
 TEST(FaultOfAGatherTest, SurfacesAtWorldSizeOneToo) {
   std::string text;

@@ -75,7 +75,7 @@ const Use kUses[] = {
     {"AddByHand", [](LossModel& m) { m.parameters()[0].mutable_grad().add_(at::ones_like(m.parameters()[0])); }},
 };
 INSTANTIATE_TEST_SUITE_P(Traps, ShardedGradientTest, ::testing::ValuesIn(kUses),
-                         [](const ::testing::TestParamInfo<Use>& info) { return std::string(info.param.name); });
+                         [](const ::testing::TestParamInfo<Use>& tested) { return std::string(tested.param.name); });
 
 class SparseEmbedding final : public LossModel {
  public:

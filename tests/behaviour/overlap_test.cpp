@@ -95,7 +95,7 @@ Overlapped train_with(int prefetch, int world_size) {
     Engine engine = shard(context, model, {.units = units<torch::nn::Linear>(), .prefetch = prefetch});
     Optimizer optimizer = engine.optimizer(SGD{});
     for (int step = 0; step < kSteps; ++step) {
-      model->loss(at::ones({4, 8}), at::zeros({4, 8})).backward();
+      model->loss(at::ones({4, 8}).requires_grad_(true), at::zeros({4, 8})).backward();   // so that the first layer's backward sleeps too
       optimizer.step();
     }
   }, {.on_record = [&](int rank, const CommunicatorRecord& record) {

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 #include <torch/nn/functional/embedding.h>
@@ -180,7 +181,7 @@ const UseCase kFunctions[] = {
      }},
 };
 
-const auto kName = [](const ::testing::TestParamInfo<UseCase>& info) { return std::string(info.param.name); };
+const auto kName = [](const ::testing::TestParamInfo<UseCase>& tested) { return std::string(tested.param.name); };
 INSTANTIATE_TEST_SUITE_P(Views, PagingTest, ::testing::ValuesIn(kViews), kName);
 INSTANTIATE_TEST_SUITE_P(Operators, PagingTest, ::testing::ValuesIn(kOperators), kName);
 INSTANTIATE_TEST_SUITE_P(Functions, PagingTest, ::testing::ValuesIn(kFunctions), kName);

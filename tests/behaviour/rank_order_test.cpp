@@ -108,7 +108,7 @@ INSTANTIATE_TEST_SUITE_P(Routings, RankOrderTest,
                                            OrderCase{"OnePerRank", one_per_rank, "thread"}, OrderCase{"OnePerRank", one_per_rank, "shm"},
                                            OrderCase{"Changing", changing, "thread"}, OrderCase{"Changing", changing, "shm"},
                                            OrderCase{"FirstRankAlone", first_rank_alone, "thread"}, OrderCase{"FirstRankAlone", first_rank_alone, "shm"}),
-                         [](const auto& info) { return std::string(info.param.name) + (std::string(info.param.backend) == "shm" ? "OnShm" : "OnThreads"); });
+                         [](const auto& tested) { return std::string(tested.param.name) + (std::string(tested.param.backend) == "shm" ? "OnShm" : "OnThreads"); });
 
 }  // namespace
 }  // namespace fsdp::testing

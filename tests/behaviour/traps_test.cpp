@@ -28,7 +28,7 @@ struct Act {
   std::function<void(FunctionModel&)> act;
 };
 void PrintTo(const Act& act, std::ostream* out) { *out << act.name; }
-const auto kName = [](const ::testing::TestParamInfo<Act>& info) { return std::string(info.param.name); };
+const auto kName = [](const ::testing::TestParamInfo<Act>& tested) { return std::string(tested.param.name); };
 
 std::vector<at::Tensor> detached_parameters(const FunctionModel& model) {
   std::vector<at::Tensor> result;
@@ -280,7 +280,7 @@ const Unfit kUnfit[] = {
     {"OnAnotherDevice", [](FunctionModel& m) { return m.register_parameter("tried", at::ones({4, 4}, at::kMeta)), at::Tensor(); }},
 };
 INSTANTIATE_TEST_SUITE_P(Traps, RefusedByShardTest, ::testing::ValuesIn(kUnfit),
-                         [](const ::testing::TestParamInfo<Unfit>& info) { return std::string(info.param.name); });
+                         [](const ::testing::TestParamInfo<Unfit>& tested) { return std::string(tested.param.name); });
 
 TEST(SecondEngineTest, OfOneModuleIsRefusedAndTheFirstGoesOn) {
   run_ranks(2, [](const Context& context) {

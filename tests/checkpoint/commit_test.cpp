@@ -48,7 +48,7 @@ TEST(CommitTest, LaysFilesOutAsDocumented) {
   const TempDir dir;
   run_ranks(2, [&](Context context) {
     ModelShard shard({matrix(ShardKind::kParameter, "w"), {"s", ShardKind::kParameter, DType::kInt64, {}, {}}, {"exp_avg.s", ShardKind::kOptimizer, DType::kFloat32, {}, {}}},
-                     context.rank(), 2);   // 20 elements: rank 0 has w[0, 10)
+                     context.rank(), 2);   // 19 elements of parameters: rank 0 has w[0, 10)
     shard.fill();
     CheckpointContent content{.step = 5, .views = shard.views(), .tied = {}, .scalars = {}, .rank_state = {{"rng", {std::byte{7}}}}};
     save_checkpoint(context.communicator(), dir / "runs", content);
@@ -58,7 +58,7 @@ TEST(CommitTest, LaysFilesOutAsDocumented) {
                 "runs/.lock", "runs/latest", "runs/step-000005/manifest.json",
                 "runs/step-000005/model/shard-00001-model-00001-of-00002.safetensors", "runs/step-000005/model/shard-00001-model-00002-of-00002.safetensors",
                 "runs/step-000005/model/shard-00002-model-00001-of-00002.safetensors", "runs/step-000005/model/shard-00002-model-00002-of-00002.safetensors",
-                "runs/step-000005/optim/shard-00002-model-00001-of-00001.safetensors",
+                "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors",
                 "runs/step-000005/rank/rng-00000-of-00002.safetensors", "runs/step-000005/rank/rng-00001-of-00002.safetensors"}));
   EXPECT_EQ(read_file(dir / "runs/latest"), "step-000005\n");
 
@@ -71,7 +71,7 @@ TEST(CommitTest, LaysFilesOutAsDocumented) {
   EXPECT_EQ(head.tensors[1].shape, (std::vector<std::int64_t>{1, 6}));
   const auto crumb = header_of(dir / "runs/step-000005/model/shard-00002-model-00002-of-00002.safetensors");
   EXPECT_EQ(crumb.metadata.at("DCP_SHARDING_INFO"), R"({"w":{"saved_offsets":[1,4]}})");
-  EXPECT_EQ(header_of(dir / "runs/step-000005/optim/shard-00002-model-00001-of-00001.safetensors").tensors[0].shape, std::vector<std::int64_t>{1});
+  EXPECT_EQ(header_of(dir / "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors").tensors[0].shape, std::vector<std::int64_t>{1});
 }
 
 TEST(CommitTest, KeepsItsFilesFromOthers) {

@@ -176,6 +176,21 @@ TEST_P(CommunicatorFailureTest, ARankThatLeavesAfterComingIsNotMissed) {
   }
 }
 
+TEST_P(CommunicatorFailureTest, ARingWakesASleeperBeforeItLooksByItself) {
+  std::atomic<int> turn{0};
+  const auto begin = std::chrono::steady_clock::now();
+  run_ranks(4, [&](Context context) {
+    for (int round = 0; round < 400; ++round) {
+      if (round % 4 == context.rank()) {
+        turn.store(round + 1);
+        context.communicator().ring();
+      }
+      context.communicator().wait_until([&] { return turn.load() > round; }, "a turn");
+    }
+  }, options());
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s) << "20 s if each turn waits for the 50 ms look";
+}
+
 double cpu_seconds() {
   timespec time{};
   ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);

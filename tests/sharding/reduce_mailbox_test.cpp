@@ -1,0 +1,81 @@
+#include "sharding/reduce_mailbox.h"
+
+#include <gtest/gtest.h>
+
+#include <fsdp/testing.h>
+
+namespace fsdp {
+namespace {
+
+TEST(ReduceMailboxTest, IsPublishedWhenAllHaveAndDrainedWhenAllHaveRead) {
+  run_ranks(3, [](const Context& context) {
+    ReduceMailbox mailbox(context.communicator(), 2, 3);
+    for (std::uint64_t generation = 1; generation <= 10; ++generation) {
+      const auto location = generation * 100 + static_cast<std::uint64_t>(context.rank());
+      mailbox.publish(1, generation, location);
+      context.communicator().wait_until([&] { return mailbox.is_published(1, generation); }, "publication");
+      EXPECT_FALSE(mailbox.is_published(0, generation));
+      for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(mailbox.location(rank, 1, generation), generation * 100 + static_cast<std::uint64_t>(rank));
+      context.communicator().barrier();
+      EXPECT_FALSE(mailbox.is_drained(1, generation));
+      context.communicator().barrier();
+      mailbox.consume(1, generation);
+      context.communicator().wait_until([&] { return mailbox.is_drained(1, generation); }, "draining");
+    }
+    context.communicator().barrier();
+  });
+}
+
+// Rank 0 has published unit 0 and waits for its slot, rank 1 unit 1: each lacks the other's.
+TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
+  run_ranks(3, [](const Context& context) {
+    ReduceMailbox mailbox(context.communicator(), 2, 3);
+    Communicator& ranks = context.communicator();
+    EXPECT_FALSE(mailbox.is_deadlocked());
+    ranks.barrier();
+    if (context.rank() < 2) {
+      mailbox.publish(context.rank(), 1, 0);
+      mailbox.set_waiting(context.rank(), 1);
+    }
+    ranks.barrier();
+    // Rank 2 still runs and could publish both; but rank 0 needs rank 1 to go on, and the other way round.
+    EXPECT_EQ(mailbox.is_deadlocked(), context.rank() < 2);
+    ranks.barrier();
+    if (context.rank() == 1) mailbox.set_running();
+    ranks.barrier();
+    EXPECT_FALSE(mailbox.is_deadlocked());
+    ranks.barrier();
+  });
+}
+
+TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
+  run_ranks(2, [](const Context& context) {
+    ReduceMailbox mailbox(context.communicator(), 1, 3);
+    mailbox.publish(0, 1, 0);
+    mailbox.set_waiting(0, 1);   // published by both: the reductions end on their own
+    context.communicator().barrier();
+    EXPECT_FALSE(mailbox.is_deadlocked());
+    context.communicator().barrier();
+  });
+}
+
+TEST(ReduceMailboxTest, ASettlementThatNotAllHaveReachedBlocksWhoeverNeedsIt) {
+  run_ranks(2, [](const Context& context) {
+    ReduceMailbox mailbox(context.communicator(), 1, 3);
+    if (context.rank() == 0) mailbox.set_settling();
+    if (context.rank() == 1) {
+      mailbox.publish(0, 1, 0);
+      mailbox.set_waiting(0, 1);
+    }
+    context.communicator().barrier();
+    EXPECT_TRUE(mailbox.is_deadlocked());
+    context.communicator().barrier();
+    mailbox.set_settling();
+    context.communicator().barrier();
+    EXPECT_FALSE(mailbox.is_deadlocked());
+    context.communicator().barrier();
+  });
+}
+
+}  // namespace
+}  // namespace fsdp
