@@ -66,7 +66,9 @@ class Stage {
 class PlainWorker {
  public:
   explicit PlainWorker(const Workload& workload)
-      : stage_(workload), model_(workload.model), optimizer_(model_->parameters(), torch::optim::AdamWOptions(kLearningRate)) {}
+      : stage_(workload),
+        model_(workload.model),
+        optimizer_(model_->parameters(), torch::optim::AdamWOptions(kLearningRate)) {}
 
   Measurement run(int steps) {
     auto result = stage_.run(steps, [this] {
@@ -134,7 +136,7 @@ Block prepare(const Workload& workload) {
 
 std::int64_t block_numel(const gpt::Config& config) {
   const auto width = config.width;
-  return 12 * width * width + 13 * width;   // matrices 3 + 1 + 4 + 4, biases 3 + 1 + 4 + 1, two norms of two vectors
+  return 12 * width * width + 13 * width;  // matrices 3 + 1 + 4 + 4, biases 3 + 1 + 4 + 1, two norms of two vectors
 }
 
 std::int64_t outside_numel(const gpt::Config& config) { return (gpt::kVocabulary + config.context + 2) * config.width; }
@@ -144,7 +146,11 @@ std::int64_t outside_numel(const gpt::Config& config) { return (gpt::kVocabulary
 Block prepare_plain(const Workload& workload) { return prepare<PlainWorker>(workload); }
 Block prepare_sharded(const Workload& workload) { return prepare<ShardedWorker>(workload); }
 
-std::int64_t model_numel(const gpt::Config& config) { return config.layers * block_numel(config) + outside_numel(config); }
-std::int64_t largest_unit_numel(const gpt::Config& config) { return std::max(block_numel(config), outside_numel(config)); }
+std::int64_t model_numel(const gpt::Config& config) {
+  return config.layers * block_numel(config) + outside_numel(config);
+}
+std::int64_t largest_unit_numel(const gpt::Config& config) {
+  return std::max(block_numel(config), outside_numel(config));
+}
 
 }  // namespace fsdp

@@ -8,13 +8,13 @@ namespace fsdp {
 
 struct Workload {
   gpt::Config model;
-  std::int64_t rows = 8;    // per step over all ranks
-  int threads = 1;          // per rank
+  std::int64_t rows = 8;  // per step over all ranks
+  int threads = 1;        // per rank
 };
 
 // Each takes its place in the worker that calls it, with the same weights at the start and the same batches.
-Block prepare_plain(const Workload& workload);     // torch::optim::AdamW and clip_grad_norm_, one process
-Block prepare_sharded(const Workload& workload);   // fsdp::shard at whatever world size it finds itself in
+Block prepare_plain(const Workload& workload);    // torch::optim::AdamW and clip_grad_norm_, one process
+Block prepare_sharded(const Workload& workload);  // fsdp::shard at whatever world size it finds itself in
 
 // Parameters of the model, and of its largest unit, which is one block or what lies outside of the blocks.
 std::int64_t model_numel(const gpt::Config& config);

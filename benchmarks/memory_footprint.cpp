@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarmUpSteps = 1, kMeasuredSteps = 4;
 constexpr std::int64_t kRowsPerRank = 2;
-constexpr int kPlain = 0;   // in place of a world size
+constexpr int kPlain = 0;  // in place of a world size
 constexpr std::int64_t kBytesPerParameter = 16, kBytesPerElement = 4, kUnitsInArena = 3;
 
 double mebibytes(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
@@ -51,7 +51,8 @@ void run(benchmark::State& state, fsdp::Workload workload, int world_size) {
       state.counters["bound"] = bound(workload.model, world_size) / (1 << 20);
     }
     fill(state, measurement.memory);
-    state.counters["of_plain"] = static_cast<double>(measurement.memory.total()) / static_cast<double>(plain.memory.total());
+    state.counters["of_plain"] = static_cast<double>(measurement.memory.total()) /
+                                 static_cast<double>(plain.memory.total());
     state.SetIterationTime(measurement.seconds / kMeasuredSteps);
   }
 }

@@ -12,7 +12,7 @@ namespace fsdp {
 class TableReporter : public benchmark::BenchmarkReporter {
  public:
   struct Column {
-    std::string counter;   // empty: the time of one iteration, in the benchmark's unit
+    std::string counter;  // empty: the time of one iteration, in the benchmark's unit
     std::string title;
     int decimals = 1;
   };

@@ -80,7 +80,8 @@ void register_shape(const gpt::Config& model) {
   const fsdp::Workload workload{.model = model, .rows = 8, .threads = kCores};
   for (const auto& variant : kVariants) {
     const auto name = fmt::format("train_step/{}x{}/{}", model.layers, model.width, variant.name);
-    benchmark::RegisterBenchmark(name.c_str(), [&variant, workload](benchmark::State& state) { run(state, variant, workload); })
+    benchmark::RegisterBenchmark(name.c_str(),
+                                 [&variant, workload](benchmark::State& state) { run(state, variant, workload); })
         ->Iterations(kRounds)
         ->UseManualTime()
         ->Unit(benchmark::kMillisecond);

@@ -45,7 +45,8 @@ bool send(int fd, const T& value) {
 
 std::filesystem::path make_directory() {
   std::string pattern = std::filesystem::temp_directory_path() / "fsdp-bench-XXXXXX";
-  if (::mkdtemp(pattern.data()) == nullptr) throw std::system_error(errno, std::generic_category(), "making " + pattern);
+  if (::mkdtemp(pattern.data()) == nullptr)
+    throw std::system_error(errno, std::generic_category(), "making " + pattern);
   return pattern;
 }
 
@@ -112,13 +113,15 @@ WorkerGroup::~WorkerGroup() {
 
 Measurement WorkerGroup::run(int steps) {
   for (const auto& worker : workers_) {
-    if (!send(worker.commands, steps)) throw std::runtime_error(fmt::format("worker {} takes no commands any more", worker.pid));
+    if (!send(worker.commands, steps))
+      throw std::runtime_error(fmt::format("worker {} takes no commands any more", worker.pid));
   }
   Measurement result;
   for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
     Measurement measurement;
     if (!receive(workers_[rank].answers, measurement)) {
-      throw std::runtime_error(fmt::format("worker {} (pid {}) ended in the middle of a block", rank, workers_[rank].pid));
+      throw std::runtime_error(
+          fmt::format("worker {} (pid {}) ended in the middle of a block", rank, workers_[rank].pid));
     }
     const double slowest = std::max(result.seconds, measurement.seconds);
     if (rank == 0) result = measurement;

@@ -21,7 +21,7 @@ struct RankMemory {
 // What one process says of one block of steps.
 struct Measurement {
   double seconds = 0;
-  double loss = 0;          // mean over the block's steps and all ranks
+  double loss = 0;  // mean over the block's steps and all ranks
   RankMemory memory;
 };
 
@@ -44,7 +44,7 @@ class WorkerGroup {
  private:
   struct Worker {
     pid_t pid = -1;
-    int commands = -1, answers = -1;   // ends of pipes
+    int commands = -1, answers = -1;  // ends of pipes
   };
   void start(int rank, int world_size, const std::function<Block()>& prepare);
 

@@ -15,12 +15,12 @@ namespace {
 
 struct Outcome {
   std::uint64_t failed = 0;
-  std::uint64_t bytes = 0;   // of the text
+  std::uint64_t bytes = 0;  // of the text
 };
 
 struct Attempt {
   Outcome outcome;
-  std::string text;   // the result, or the reason
+  std::string text;  // the result, or the reason
 };
 
 Attempt attempt(const std::function<std::string()>& work) {
@@ -40,20 +40,25 @@ std::vector<Outcome> gather_outcomes(Communicator& communicator, const Outcome& 
   return outcomes;
 }
 
-std::vector<std::string> gather_texts(Communicator& communicator, const std::vector<Outcome>& outcomes, std::string text) {
-  const std::size_t width =
-      std::max_element(outcomes.begin(), outcomes.end(), [](const Outcome& a, const Outcome& b) { return a.bytes < b.bytes; })->bytes;
+std::vector<std::string> gather_texts(Communicator& communicator, const std::vector<Outcome>& outcomes,
+                                      std::string text) {
+  const std::size_t width = std::max_element(outcomes.begin(), outcomes.end(), [](const Outcome& a, const Outcome& b) {
+                              return a.bytes < b.bytes;
+                            })->bytes;
   text.resize(width);
   std::string all(width * outcomes.size(), '\0');
   communicator.all_gather(std::as_bytes(std::span(text)), std::as_writable_bytes(std::span(all)));
   std::vector<std::string> texts;
-  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) texts.push_back(all.substr(rank * width, outcomes[rank].bytes));
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    texts.push_back(all.substr(rank * width, outcomes[rank].bytes));
+  }
   return texts;
 }
 
 }  // namespace
 
-std::vector<std::string> on_all_ranks(Communicator& communicator, std::string_view what, const std::function<std::string()>& work) {
+std::vector<std::string> on_all_ranks(Communicator& communicator, std::string_view what,
+                                      const std::function<std::string()>& work) {
   Attempt own = attempt(work);
   const std::vector<Outcome> outcomes = gather_outcomes(communicator, own.outcome);
   std::vector<int> failed;
@@ -64,7 +69,9 @@ std::vector<std::string> on_all_ranks(Communicator& communicator, std::string_vi
   if (failed.empty()) return texts;
   const int first = failed.front();
   std::string message = fmt::format("{} failed on rank {}: {}", what, first, texts[static_cast<std::size_t>(first)]);
-  if (failed.size() > 1) message += fmt::format(" (failed too: rank {})", fmt::join(failed.begin() + 1, failed.end(), ", "));
+  if (failed.size() > 1) {
+    message += fmt::format(" (failed too: rank {})", fmt::join(failed.begin() + 1, failed.end(), ", "));
+  }
   throw CheckpointError(message, first);
 }
 

@@ -8,16 +8,21 @@ namespace fsdp {
 namespace {
 
 struct Dimension {
-  std::int64_t size, source_stride, target_stride;   // strides in bytes
+  std::int64_t size, source_stride, target_stride;  // strides in bytes
 };
 
-// Slowest target dimension first, and neighbours that both sides step through as one are one: most boxes become a single memcpy.
-std::vector<Dimension> coalesced(std::span<const std::int64_t> sizes, ConstBlock source, Block target, std::int64_t element_bytes) {
+// Slowest target dimension first, and neighbours that both sides step through as one are one: most boxes become a
+// single memcpy.
+std::vector<Dimension> coalesced(std::span<const std::int64_t> sizes, ConstBlock source, Block target,
+                                 std::int64_t element_bytes) {
   std::vector<Dimension> dimensions;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] != 1) dimensions.push_back({sizes[i], source.strides[i] * element_bytes, target.strides[i] * element_bytes});
+    if (sizes[i] != 1) {
+      dimensions.push_back({sizes[i], source.strides[i] * element_bytes, target.strides[i] * element_bytes});
+    }
   }
-  std::stable_sort(dimensions.begin(), dimensions.end(), [](const Dimension& a, const Dimension& b) { return a.target_stride > b.target_stride; });
+  std::stable_sort(dimensions.begin(), dimensions.end(),
+                   [](const Dimension& a, const Dimension& b) { return a.target_stride > b.target_stride; });
   std::vector<Dimension> merged;
   for (const Dimension& inner : dimensions) {
     if (!merged.empty() && merged.back().source_stride == inner.source_stride * inner.size &&
@@ -44,7 +49,8 @@ void copy_dimensions(std::span<const Dimension> dimensions, const std::byte* sou
     return;
   }
   for (std::int64_t i = 0; i < outer.size; ++i) {
-    copy_dimensions<kElementBytes>(dimensions.subspan(1), source + i * outer.source_stride, target + i * outer.target_stride);
+    copy_dimensions<kElementBytes>(dimensions.subspan(1), source + i * outer.source_stride,
+                                   target + i * outer.target_stride);
   }
 }
 

@@ -11,7 +11,8 @@
 
 namespace fsdp {
 
-// Where a box lies: element (i, j, ...) of the box is at data + (i * strides[0] + j * strides[1] + ...) * element_bytes.
+// Where a box lies: element (i, j, ...) of the box is at data + (i * strides[0] + j * strides[1] + ...) *
+// element_bytes.
 struct ConstBlock {
   const std::byte* data = nullptr;
   std::span<const std::int64_t> strides;
@@ -30,7 +31,8 @@ std::byte* first_byte(const ShardView& view, const Box& box);
 // One box of a view -> `bytes`, row-major. REQUIRES a box inside the view's range, bytes.size() == its size.
 void pack_box(const ShardView& view, const Box& box, std::span<std::byte> bytes);
 
-// The part `region` of the row-major block `saved` that holds `extent` -> the view. REQUIRES region inside extent and the view's range.
+// The part `region` of the row-major block `saved` that holds `extent` -> the view. REQUIRES region inside extent and
+// the view's range.
 void unpack_region(const Box& region, const Box& extent, std::span<const std::byte> saved, const ShardView& view);
 
 }  // namespace fsdp

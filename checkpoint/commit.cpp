@@ -21,7 +21,7 @@ namespace {
 // What the ranks must have in common before a byte is written, sent as it lies in memory.
 struct Proposal {
   std::int64_t step = 0;
-  std::uint64_t digest = 0;   // of tied names and scalars
+  std::uint64_t digest = 0;  // of tied names and scalars
   std::uint64_t model_files = 1, optim_files = 1;
 };
 
@@ -45,10 +45,14 @@ Proposal agree(const std::vector<std::string>& texts, const std::string& what) {
     std::memcpy(&proposal, texts[rank].data(), sizeof proposal);
     if (rank == 0) agreed = proposal;
     if (proposal.step != agreed.step) {
-      throw CheckpointError(fmt::format("{} failed on rank {}: expected step {} as on rank 0, got {}", what, rank, agreed.step, proposal.step), static_cast<int>(rank));
+      throw CheckpointError(fmt::format("{} failed on rank {}: expected step {} as on rank 0, got {}", what, rank,
+                                        agreed.step, proposal.step),
+                            static_cast<int>(rank));
     }
     if (proposal.digest != agreed.digest) {
-      throw CheckpointError(fmt::format("{} failed on rank {}: expected the tied names and scalars of rank 0, got others", what, rank), static_cast<int>(rank));
+      throw CheckpointError(
+          fmt::format("{} failed on rank {}: expected the tied names and scalars of rank 0, got others", what, rank),
+          static_cast<int>(rank));
     }
     agreed.model_files = std::max(agreed.model_files, proposal.model_files);
     agreed.optim_files = std::max(agreed.optim_files, proposal.optim_files);
@@ -82,7 +86,8 @@ class StepCommit {
       if (is_temporary(name) || name.starts_with(std::string(kLatestName) + ".tmp-")) remove_tree(system_, dir_ / name);
     }
     if (path_exists(system_, committed()) && !path_exists(system_, committed() / kManifestName)) {
-      throw CheckpointError(fmt::format("{} exists but holds no {}: it is no checkpoint of this library; move it away", committed().string(), kManifestName));
+      throw CheckpointError(fmt::format("{} exists but holds no {}: it is no checkpoint of this library; move it away",
+                                        committed().string(), kManifestName));
     }
     make_directory(system_, temporary(), 0700);
     for (const char* kind : {"model", "optim", "rank"}) make_directory(system_, temporary() / kind, 0700);
@@ -91,7 +96,7 @@ class StepCommit {
   void commit(const Manifest& manifest) {
     check_coverage(manifest);
     const std::string text = to_json(manifest);
-    parse_manifest(text);   // what could not be read again must not be committed
+    parse_manifest(text);  // what could not be read again must not be committed
     write_text_file(system_, temporary() / kManifestName, text);
     sync_directory(system_, temporary());
     const bool replaces = path_exists(system_, committed());
@@ -139,14 +144,16 @@ Manifest merge_reports(const std::vector<std::string>& reports, const Checkpoint
 
 }  // namespace
 
-std::filesystem::path save_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir, const CheckpointContent& content) {
-  const std::string save = "save to " + dir.string();
+std::filesystem::path save_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir,
+                                      const CheckpointContent& content) {
+  std::string what = "save to " + dir.string();
   ShardPlan plan;
-  const Proposal agreed = agree(on_all_ranks(communicator, save, [&] {
+  const std::vector<std::string> proposals = on_all_ranks(communicator, what, [&] {
     plan = plan_shards(content.views);
     return to_text(propose(content, plan));
-  }), save);
-  const std::string what = fmt::format("save of step {} to {}", agreed.step, dir.string());
+  });
+  const Proposal agreed = agree(proposals, what);
+  what = fmt::format("save of step {} to {}", agreed.step, dir.string());
 
   StepCommit commit(system, dir, agreed.step);
   try {
@@ -154,26 +161,31 @@ std::filesystem::path save_checkpoint(Communicator& communicator, FileSystem& sy
       commit.begin();
       return commit.save_id();
     });
-    const SaveTarget target{.directory = dir / temporary_name(agreed.step, save_id), .save_id = save_id,
-                            .rank = communicator.rank(), .world_size = communicator.world_size(),
-                            .model_files = agreed.model_files, .optim_files = agreed.optim_files};
-    const std::vector<std::string> reports =
-        on_all_ranks(communicator, what, [&] { return to_json(write_shards(system, target, content, plan)); });
+    const SaveTarget target{.directory = dir / temporary_name(agreed.step, save_id),
+                            .save_id = save_id,
+                            .rank = communicator.rank(),
+                            .world_size = communicator.world_size(),
+                            .model_files = agreed.model_files,
+                            .optim_files = agreed.optim_files};
+    const std::vector<std::string> reports = on_all_ranks(
+        communicator, what, [&] { return to_json(write_shards(system, target, content, plan)); });
     on_rank_zero(communicator, what, [&] {
       commit.commit(merge_reports(reports, content));
       return std::string();
     });
   } catch (const CheckpointError&) {
-    // The error is agreed, so no rank writes any more. A lost peer (CommunicationError) may still be writing: its files stay for the next save.
+    // The error is agreed, so no rank writes any more. A lost peer (CommunicationError) may still be writing: its files
+    // stay for the next save.
     commit.roll_back();
     throw;
   }
   return commit.committed();
 }
 
-std::filesystem::path save_checkpoint(Communicator& communicator, const std::filesystem::path& dir, const CheckpointContent& content) {
+std::filesystem::path save_checkpoint(Communicator& communicator, const std::filesystem::path& dir,
+                                      const CheckpointContent& content) {
   FileSystem system;
-  return save_checkpoint(communicator, system, dir, content);
+  return save_checkpoint(communicator, system, dir.empty() ? "." : dir, content);
 }
 
 }  // namespace fsdp

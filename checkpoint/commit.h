@@ -15,6 +15,7 @@
 namespace fsdp {
 
 // save_checkpoint of <fsdp/checkpoint.h> on a given file system.
-std::filesystem::path save_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir, const CheckpointContent& content);
+std::filesystem::path save_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir,
+                                      const CheckpointContent& content);
 
 }  // namespace fsdp

@@ -13,7 +13,7 @@
 namespace fsdp {
 namespace {
 
-constexpr std::int64_t kReadBytes = std::int64_t{4} << 20;   // of a permuted view: rows read at once, one row at least
+constexpr std::int64_t kReadBytes = std::int64_t{4} << 20;  // of a permuted view: rows read at once, one row at least
 
 void write_tensors(FileSystem& system, const std::filesystem::path& path, const ConsolidatedContent& content) {
   std::vector<SafetensorsTensor> tensors;
@@ -35,7 +35,9 @@ void write_tensors(FileSystem& system, const std::filesystem::path& path, const 
 }
 
 // The directory that holds `file`, for fsync.
-std::filesystem::path directory_with(const std::filesystem::path& file) { return file.has_parent_path() ? file.parent_path() : "."; }
+std::filesystem::path directory_with(const std::filesystem::path& file) {
+  return file.has_parent_path() ? file.parent_path() : ".";
+}
 
 // The second names of tied tensors, as the file and the model know them. In __metadata__ they stand as safetensors' own
 // Python package writes them: second name -> name.
@@ -44,7 +46,9 @@ Aliases aliases_of(const SafetensorsHeader& header, const std::map<std::string, 
   aliases.instead.insert(header.metadata.begin(), header.metadata.end());
   for (const auto& [second, name] : tied) {
     aliases.instead.emplace(name, second);
-    if (const auto further = header.metadata.find(second); further != header.metadata.end()) aliases.instead.emplace(name, further->second);
+    if (const auto further = header.metadata.find(second); further != header.metadata.end()) {
+      aliases.instead.emplace(name, further->second);
+    }
     aliases.not_needed.insert(second);
   }
   return aliases;
@@ -74,21 +78,27 @@ void read_view(const File& file, const SafetensorsTensor& tensor, const ShardVie
     const std::size_t bytes = static_cast<std::size_t>(view.end - view.begin) * element_bytes;
     return file.read(tensor.begin + static_cast<std::uint64_t>(view.begin) * element_bytes, {view.data, bytes});
   }
-  for (const Box& box : boxes_of({view.shape, view.strides, view.begin, view.end})) read_permuted(file, tensor, view, box);
+  for (const Box& box : boxes_of({view.shape, view.strides, view.begin, view.end})) {
+    read_permuted(file, tensor, view, box);
+  }
 }
 
 // What the file offers, as match_views wants it.
 std::vector<ManifestTensor> offered_by(const SafetensorsHeader& header) {
   std::vector<ManifestTensor> offered;
-  for (const SafetensorsTensor& tensor : header.tensors) offered.push_back({tensor.name, tensor.dtype, tensor.shape, ShardKind::kParameter});
+  for (const SafetensorsTensor& tensor : header.tensors) {
+    offered.push_back({tensor.name, tensor.dtype, tensor.shape, ShardKind::kParameter});
+  }
   return offered;
 }
 
 SafetensorsHeader read_header(const File& file) {
   try {
-    return read_safetensors_header(file.bytes(), [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
+    return read_safetensors_header(file.bytes(),
+                                   [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
   } catch (const CheckpointError& error) {
-    throw CheckpointError(fmt::format("{}: {}: the file is damaged or no safetensors file of supported dtypes", file.path().string(), error.what()));
+    throw CheckpointError(fmt::format("{}: {}: the file is damaged or no safetensors file of supported dtypes",
+                                      file.path().string(), error.what()));
   }
 }
 
@@ -101,7 +111,8 @@ void write_consolidated(FileSystem& system, const std::filesystem::path& file, c
     rename_path(system, temporary, file);
     sync_directory(system, directory_with(file));
   } catch (...) {
-    // Whatever `fetch` threw, too, goes on to the caller; a temporary file that cannot be removed must not take its place.
+    // Whatever `fetch` threw, too, goes on to the caller; a temporary file that cannot be removed must not take its
+    // place.
     system.unlink(temporary.c_str());
     throw;
   }
@@ -121,13 +132,15 @@ void read_consolidated(FileSystem& system, const std::filesystem::path& file, st
   for (std::size_t i = 0; i < views.size(); ++i) read_view(opened, header.tensors[found[i]], views[i]);
 }
 
-void write_consolidated(const std::filesystem::path& file, const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata,
+void write_consolidated(const std::filesystem::path& file, const std::vector<TensorInfo>& tensors,
+                        const std::map<std::string, std::string>& metadata,
                         const std::function<void(const TensorInfo&, std::span<std::byte>)>& fetch) {
   FileSystem system;
   write_consolidated(system, file, {tensors, metadata, fetch});
 }
 
-void read_consolidated(const std::filesystem::path& file, std::span<const ShardView> views, const std::map<std::string, std::string>& tied) {
+void read_consolidated(const std::filesystem::path& file, std::span<const ShardView> views,
+                       const std::map<std::string, std::string>& tied) {
   FileSystem system;
   read_consolidated(system, file, views, tied);
 }

@@ -37,13 +37,15 @@ std::string remedy_for(int error, const std::filesystem::path& path, std::uint64
     case EDQUOT: {
       struct statvfs disk {};
       const bool known = ::statvfs(path.parent_path().c_str(), &disk) == 0;
-      const std::string free_bytes = known ? std::to_string(static_cast<std::uint64_t>(disk.f_bavail) * disk.f_frsize) : "unknown";
-      return fmt::format(" ({} bytes needed, {} free): make room or choose another directory", needed_bytes, free_bytes);
+      const std::string free_bytes = known ? std::to_string(static_cast<std::uint64_t>(disk.f_bavail) * disk.f_frsize)
+                                           : "unknown";
+      return fmt::format(" ({} bytes needed, {} free): make room or choose another directory", needed_bytes,
+                         free_bytes);
     }
     case EACCES:
     case EPERM:
     case EROFS: return ": make the directory writable for this user, or choose another";
-    case ELOOP: return ": a symbolic link stands where checkpoints have a file or directory; replace it by what it points to";
+    case ELOOP: return ": a symbolic link stands in a checkpoint; replace it by what it points to";
     case EMFILE: return ": raise the limit of open files (ulimit -n)";
     default: return "";
   }
@@ -51,10 +53,16 @@ std::string remedy_for(int error, const std::filesystem::path& path, std::uint64
 
 }  // namespace
 
-int FileSystem::open(int directory, const char* path, int flags, mode_t mode) { return ::openat(directory, path, flags, mode); }
+int FileSystem::open(int directory, const char* path, int flags, mode_t mode) {
+  return ::openat(directory, path, flags, mode);
+}
 int FileSystem::close(int file) { return ::close(file); }
-ssize_t FileSystem::pread(int file, void* data, std::size_t bytes, off_t offset) { return ::pread(file, data, bytes, offset); }
-ssize_t FileSystem::pwrite(int file, const void* data, std::size_t bytes, off_t offset) { return ::pwrite(file, data, bytes, offset); }
+ssize_t FileSystem::pread(int file, void* data, std::size_t bytes, off_t offset) {
+  return ::pread(file, data, bytes, offset);
+}
+ssize_t FileSystem::pwrite(int file, const void* data, std::size_t bytes, off_t offset) {
+  return ::pwrite(file, data, bytes, offset);
+}
 int FileSystem::fsync(int file) { return ::fsync(file); }
 int FileSystem::stat(int file, struct stat& result) { return ::fstat(file, &result); }
 int FileSystem::lock(int file) { return ::flock(file, LOCK_EX | LOCK_NB); }
@@ -69,7 +77,9 @@ int FileSystem::allocate(int file, off_t bytes) {
   return error == 0 ? 0 : -1;
 }
 
-int FileSystem::rename(const char* from, const char* to, unsigned flags) { return ::renameat2(AT_FDCWD, from, AT_FDCWD, to, flags); }
+int FileSystem::rename(const char* from, const char* to, unsigned flags) {
+  return ::renameat2(AT_FDCWD, from, AT_FDCWD, to, flags);
+}
 
 int FileSystem::list(const char* path, std::vector<std::string>& names) {
   const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path), &::closedir);
@@ -83,13 +93,14 @@ int FileSystem::list(const char* path, std::vector<std::string>& names) {
 }
 
 void throw_errno(std::string_view call, const std::filesystem::path& path, int error, std::uint64_t needed_bytes) {
-  throw CheckpointError(
-      fmt::format("{} {}: {}{}", call, path.string(), std::generic_category().message(error), remedy_for(error, path, needed_bytes)));
+  throw CheckpointError(fmt::format("{} {}: {}{}", call, path.string(), std::generic_category().message(error),
+                                    remedy_for(error, path, needed_bytes)));
 }
 
-File File::open_at(FileSystem& system, const File* directory, const std::filesystem::path& path, int flags, mode_t mode) {
+File File::open_at(FileSystem& system, const File* directory, const std::filesystem::path& path, int flags,
+                   mode_t mode) {
   const int base = directory ? directory->file_ : AT_FDCWD;
-  const int file = uninterrupted([&] { return system.open(base, path.c_str(), flags | O_NOFOLLOW | O_CLOEXEC, mode); });
+  const int file = uninterrupted([&] { return system.open(base, path.c_str(), flags | O_CLOEXEC, mode); });
   std::filesystem::path full = directory ? directory->path_ / path : path;
   if (file == -1) throw_errno("open", full, errno);
   return File(system, std::move(full), file);
@@ -109,10 +120,10 @@ File File::open(FileSystem& system, const std::filesystem::path& path) {
 File File::open_beneath(FileSystem& system, const std::filesystem::path& root, const std::filesystem::path& relative) {
   std::optional<File> directory(open_directory(system, root));
   for (const auto& component : relative.parent_path()) {
-    File next = open_at(system, &*directory, component, O_RDONLY | O_DIRECTORY, 0);
+    File next = open_at(system, &*directory, component, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
     directory.emplace(std::move(next));
   }
-  File file = open_at(system, &*directory, relative.filename(), O_RDONLY | O_NONBLOCK, 0);
+  File file = open_at(system, &*directory, relative.filename(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW, 0);
   file.bytes();
   return file;
 }
@@ -121,7 +132,9 @@ File File::open_directory(FileSystem& system, const std::filesystem::path& path)
   return open_at(system, nullptr, path, O_RDONLY | O_DIRECTORY, 0);
 }
 
-File File::open_lock(FileSystem& system, const std::filesystem::path& path) { return open_at(system, nullptr, path, O_RDWR | O_CREAT, 0600); }
+File File::open_lock(FileSystem& system, const std::filesystem::path& path) {
+  return open_at(system, nullptr, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600);
+}
 
 File::~File() {
   if (file_ != -1) system_->close(file_);
@@ -136,12 +149,15 @@ std::uint64_t File::bytes() const {
 
 void File::reserve(std::uint64_t bytes) {
   if (bytes == 0) return;
-  if (uninterrupted([&] { return system_->allocate(file_, static_cast<off_t>(bytes)); }) == -1) throw_errno("reserve space for", path_, errno, bytes);
+  if (uninterrupted([&] { return system_->allocate(file_, static_cast<off_t>(bytes)); }) == -1) {
+    throw_errno("reserve space for", path_, errno, bytes);
+  }
 }
 
 void File::write(std::uint64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
-    const ssize_t written = uninterrupted([&] { return system_->pwrite(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
+    const ssize_t written = uninterrupted(
+        [&] { return system_->pwrite(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
     if (written == -1) throw_errno("write", path_, errno, bytes.size());
     // POSIX does not say what a write of 0 bytes means here; going round again could be for ever.
     if (written == 0) throw_errno("write", path_, EIO);
@@ -152,9 +168,13 @@ void File::write(std::uint64_t offset, std::span<const std::byte> bytes) {
 
 void File::read(std::uint64_t offset, std::span<std::byte> bytes) const {
   while (!bytes.empty()) {
-    const ssize_t got = uninterrupted([&] { return system_->pread(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
+    const ssize_t got = uninterrupted(
+        [&] { return system_->pread(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
     if (got == -1) throw_errno("read", path_, errno);
-    if (got == 0) throw CheckpointError(fmt::format("read {}: file ends at byte {}, {} more were expected", path_.string(), offset, bytes.size()));
+    if (got == 0) {
+      throw CheckpointError(
+          fmt::format("read {}: file ends at byte {}, {} more were expected", path_.string(), offset, bytes.size()));
+    }
     bytes = bytes.subspan(static_cast<std::size_t>(got));
     offset += static_cast<std::uint64_t>(got);
   }
@@ -162,7 +182,9 @@ void File::read(std::uint64_t offset, std::span<std::byte> bytes) const {
 
 std::string File::read_text(std::uint64_t max_bytes) const {
   const std::uint64_t size = bytes();
-  if (size > max_bytes) throw CheckpointError(fmt::format("read {}: expected at most {} bytes, got {}", path_.string(), max_bytes, size));
+  if (size > max_bytes) {
+    throw CheckpointError(fmt::format("read {}: expected at most {} bytes, got {}", path_.string(), max_bytes, size));
+  }
   std::string text(size, '\0');
   read(0, std::as_writable_bytes(std::span(text)));
   return text;
@@ -184,7 +206,8 @@ bool File::try_lock() {
 }
 
 bool path_exists(FileSystem& system, const std::filesystem::path& path) {
-  const int file = uninterrupted([&] { return system.open(AT_FDCWD, path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC, 0); });
+  const int file = uninterrupted(
+      [&] { return system.open(AT_FDCWD, path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC, 0); });
   if (file == -1 && errno != ENOENT && errno != ENOTDIR) throw_errno("look for", path, errno);
   if (file != -1) system.close(file);
   return file != -1;
@@ -221,7 +244,9 @@ void rename_path(FileSystem& system, const std::filesystem::path& from, const st
 void exchange_paths(FileSystem& system, const std::filesystem::path& a, const std::filesystem::path& b) {
   if (system.rename(a.c_str(), b.c_str(), RENAME_EXCHANGE) == 0) return;
   if (errno == EINVAL || errno == ENOSYS) {
-    throw CheckpointError(fmt::format("exchange with {}: this file system cannot swap two directories in one step: remove {} first", b.string(), b.string()));
+    throw CheckpointError(
+        fmt::format("exchange with {}: this file system cannot swap two directories in one step: remove {} first",
+                    b.string(), b.string()));
   }
   throw_errno("exchange with", b, errno);
 }

@@ -1,5 +1,5 @@
-// The disk as checkpoints use it. FileSystem is the calls themselves, virtual so that a test can fail, shorten or record every one;
-// File and the functions below turn them into RAII and errors that name path, call and reason.
+// The disk as checkpoints use it. FileSystem is the calls themselves, virtual so that a test can fail, shorten or
+// record every one; File and the functions below turn them into RAII and errors that name path, call and reason.
 #pragma once
 
 #include <cstddef>
@@ -20,40 +20,44 @@ namespace fsdp {
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
-  virtual int open(int directory, const char* path, int flags, mode_t mode);   // openat
+  virtual int open(int directory, const char* path, int flags, mode_t mode);  // openat
   virtual int close(int file);
   virtual ssize_t pread(int file, void* data, std::size_t bytes, off_t offset);
   virtual ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset);
-  virtual int allocate(int file, off_t bytes);                                 // posix_fallocate from 0
+  virtual int allocate(int file, off_t bytes);  // posix_fallocate from 0
   virtual int fsync(int file);
-  virtual int stat(int file, struct stat& result);                             // fstat
-  virtual int lock(int file);                                                  // flock, exclusive, without waiting
+  virtual int stat(int file, struct stat& result);  // fstat
+  virtual int lock(int file);                       // flock, exclusive, without waiting
   virtual int mkdir(const char* path, mode_t mode);
-  virtual int rename(const char* from, const char* to, unsigned flags);        // renameat2
+  virtual int rename(const char* from, const char* to, unsigned flags);  // renameat2
   virtual int unlink(const char* path);
   virtual int rmdir(const char* path);
-  virtual int list(const char* path, std::vector<std::string>& names);         // without . and ..
+  virtual int list(const char* path, std::vector<std::string>& names);  // without . and ..
 };
 
-// Throws CheckpointError "<call> <path>: <text of errno>" with the remedy where one is known. `needed_bytes` is told for a full disk.
-[[noreturn]] void throw_errno(std::string_view call, const std::filesystem::path& path, int error, std::uint64_t needed_bytes = 0);
+// Throws CheckpointError "<call> <path>: <text of errno>" with the remedy where one is known. `needed_bytes` is told
+// for a full disk.
+[[noreturn]] void throw_errno(std::string_view call, const std::filesystem::path& path, int error,
+                              std::uint64_t needed_bytes = 0);
 
 // An open file or directory. Calls are repeated over EINTR and short transfers.
 class File {
  public:
   // A new file; an existing one, also a link, is an error.
   static File create(FileSystem& system, const std::filesystem::path& path, mode_t mode);
-  // A regular file to read. The last component may not be a link.
+  // A regular file to read.
   static File open(FileSystem& system, const std::filesystem::path& path);
   // "a/b/c" below `root`: no component of it may be a link, so nothing outside `root` is opened.
-  static File open_beneath(FileSystem& system, const std::filesystem::path& root, const std::filesystem::path& relative);
+  static File open_beneath(FileSystem& system, const std::filesystem::path& root,
+                           const std::filesystem::path& relative);
   static File open_directory(FileSystem& system, const std::filesystem::path& path);
-  // For reading and writing, made if missing.
+  // For reading and writing, made if missing; a link is an error.
   static File open_lock(FileSystem& system, const std::filesystem::path& path);
 
-  File(File&& other) noexcept : system_(other.system_), path_(std::move(other.path_)), file_(std::exchange(other.file_, -1)) {}
+  File(File&& other) noexcept
+      : system_(other.system_), path_(std::move(other.path_)), file_(std::exchange(other.file_, -1)) {}
   File& operator=(File&&) = delete;
-  ~File();   // closes without a check: what was written is safe only after sync() and close()
+  ~File();  // closes without a check: what was written is safe only after sync() and close()
 
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t bytes() const;
@@ -68,10 +72,12 @@ class File {
   bool try_lock();
 
  private:
-  File(FileSystem& system, std::filesystem::path path, int file) : system_(&system), path_(std::move(path)), file_(file) {}
-  static File open_at(FileSystem& system, const File* directory, const std::filesystem::path& path, int flags, mode_t mode);
+  File(FileSystem& system, std::filesystem::path path, int file)
+      : system_(&system), path_(std::move(path)), file_(file) {}
+  static File open_at(FileSystem& system, const File* directory, const std::filesystem::path& path, int flags,
+                      mode_t mode);
 
-  FileSystem* system_;   // borrowed; outlives the file
+  FileSystem* system_;  // borrowed; outlives the file
   std::filesystem::path path_;
   int file_;
 };

@@ -33,7 +33,9 @@ std::string read_holder(const File& file) {
 
 JobLock::JobLock(FileSystem& system, const std::filesystem::path& dir) : file_(File::open_lock(system, dir / ".lock")) {
   if (!file_.try_lock()) {
-    throw CheckpointError(fmt::format("{} is being written by {}: wait until that save ends, or choose another directory", dir.string(), read_holder(file_)));
+    throw CheckpointError(
+        fmt::format("{} is being written by {}: wait until that save ends, or choose another directory", dir.string(),
+                    read_holder(file_)));
   }
   const std::string text = holder_text();
   file_.write(0, std::as_bytes(std::span(text)));

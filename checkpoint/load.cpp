@@ -1,6 +1,8 @@
 #include "checkpoint/load.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -11,7 +13,6 @@
 #include "checkpoint/agreement.h"
 #include "checkpoint/box_copy.h"
 #include "checkpoint/manifest.h"
-#include "checkpoint/safetensors.h"
 #include "checkpoint/shard_writer.h"
 #include "checkpoint/step_directory.h"
 #include "checkpoint/tensor_match.h"
@@ -20,7 +21,8 @@
 namespace fsdp {
 namespace {
 
-constexpr const char* kDamageRemedy = "restore the file from a copy, or move this step's directory away to load the step before it";
+constexpr const char* kDamageRemedy =
+    "restore the file from a copy, or move this step's directory away to load the step before it";
 
 // The part of one extent that one view wants.
 struct PlannedRead {
@@ -29,7 +31,8 @@ struct PlannedRead {
   std::vector<Box> regions;
 };
 
-std::vector<PlannedRead> plan_reads(const Manifest& manifest, std::span<const ShardView> views, std::span<const std::size_t> tensors) {
+std::vector<PlannedRead> plan_reads(const Manifest& manifest, std::span<const ShardView> views,
+                                    std::span<const std::size_t> tensors) {
   std::vector<std::vector<std::size_t>> extents_of(manifest.tensors.size());
   for (std::size_t i = 0; i < manifest.extents.size(); ++i) extents_of[manifest.extents[i].tensor].push_back(i);
   std::vector<PlannedRead> reads;
@@ -69,8 +72,10 @@ class StepReader {
       buffer_.resize(extent.end - extent.begin);
       open_->read(extent.begin, buffer_);
       if (xxh3_64(buffer_) != extent.xxh3_64) {
-        throw CheckpointError(fmt::format("{}: tensor {}, bytes [{}, {}) do not match their checksum: {}", (step_dir_ / manifest_.files[extent.file].name).string(),
-                                          manifest_.tensors[extent.tensor].name, extent.begin, extent.end, kDamageRemedy));
+        throw CheckpointError(fmt::format("{}: tensor {}, bytes [{}, {}) do not match their checksum: {}",
+                                          (step_dir_ / manifest_.files[extent.file].name).string(),
+                                          manifest_.tensors[extent.tensor].name, extent.begin, extent.end,
+                                          kDamageRemedy));
       }
       for (const Box& region : planned.regions) unpack_region(region, extent.box, buffer_, *planned.view);
     }
@@ -91,9 +96,11 @@ class StepReader {
 
  private:
   File open_sized(const ManifestFile& file) const {
-    File opened = File::open_beneath(system_, step_dir_, file.name);
+    // From the directory above: the step itself, too, must not be a link.
+    File opened = File::open_beneath(system_, step_dir_.parent_path(), step_dir_.filename() / file.name);
     if (opened.bytes() != file.bytes) {
-      throw CheckpointError(fmt::format("{}: expected {} bytes, got {}: {}", opened.path().string(), file.bytes, opened.bytes(), kDamageRemedy));
+      throw CheckpointError(fmt::format("{}: expected {} bytes, got {}: {}", opened.path().string(), file.bytes,
+                                        opened.bytes(), kDamageRemedy));
     }
     return opened;
   }
@@ -106,7 +113,8 @@ class StepReader {
     std::vector<std::byte> head(file.head_bytes);
     open_->read(0, head);
     if (xxh3_64(head) != file.head_xxh3_64) {
-      throw CheckpointError(fmt::format("{}: header, bytes [0, {}) do not match their checksum: {}", open_->path().string(), file.head_bytes, kDamageRemedy));
+      throw CheckpointError(fmt::format("{}: header, bytes [0, {}) do not match their checksum: {}",
+                                        open_->path().string(), file.head_bytes, kDamageRemedy));
     }
   }
 
@@ -118,7 +126,8 @@ class StepReader {
     Xxh3Stream whole;
     whole.update(bytes);
     if (whole.hex() != file.xxh3_128) {
-      throw CheckpointError(fmt::format("{}: tensor {}, bytes [0, {}) do not match their checksum: {}", open_->path().string(), key, file.bytes, kDamageRemedy));
+      throw CheckpointError(fmt::format("{}: tensor {}, bytes [0, {}) do not match their checksum: {}",
+                                        open_->path().string(), key, file.bytes, kDamageRemedy));
     }
     bytes.erase(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(file.head_bytes));
     return bytes;
@@ -128,7 +137,7 @@ class StepReader {
   const std::filesystem::path& step_dir_;
   const Manifest& manifest_;
   std::optional<File> open_;
-  std::size_t index_ = 0;   // of the open file
+  std::size_t index_ = 0;  // of the open file
   std::vector<std::byte> buffer_;
 };
 
@@ -155,10 +164,11 @@ Manifest read_manifest(std::string_view text, const std::filesystem::path& step_
 
 }  // namespace
 
-std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir,
-                                                std::span<const ShardView> views) {
+std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, FileSystem& system,
+                                                const std::filesystem::path& dir, std::span<const ShardView> views) {
   // Only rank 0 looks: on a shared file system the ranks need not see the same names at the same time.
-  const std::string found = on_rank_zero(communicator, "load from " + dir.string(), [&] { return find_step(system, dir); });
+  const std::string found = on_rank_zero(communicator, "load from " + dir.string(),
+                                         [&] { return find_step(system, dir); });
   if (found.empty()) return std::nullopt;
   const std::size_t line_end = found.find('\n');
   const std::filesystem::path step_dir = dir / found.substr(0, line_end);
@@ -176,7 +186,11 @@ std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, File
     return std::string();
   });
 
-  LoadedCheckpoint loaded{.step = manifest.step, .path = step_dir, .saved_world_size = manifest.world_size, .scalars = manifest.scalars, .rank_state = {}};
+  LoadedCheckpoint loaded{.step = manifest.step,
+                          .path = step_dir,
+                          .saved_world_size = manifest.world_size,
+                          .scalars = manifest.scalars,
+                          .rank_state = {}};
   on_all_ranks(communicator, what, [&] {
     StepReader reader(system, step_dir, manifest);
     reader.read(reads);
@@ -188,9 +202,10 @@ std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, File
   return loaded;
 }
 
-std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, const std::filesystem::path& dir, std::span<const ShardView> views) {
+std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, const std::filesystem::path& dir,
+                                                std::span<const ShardView> views) {
   FileSystem system;
-  return load_checkpoint(communicator, system, dir, views);
+  return load_checkpoint(communicator, system, dir.empty() ? "." : dir, views);
 }
 
 }  // namespace fsdp

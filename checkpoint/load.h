@@ -12,7 +12,7 @@
 namespace fsdp {
 
 // load_checkpoint of <fsdp/checkpoint.h> on a given file system. Beyond the views at most one extent is in memory.
-std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, FileSystem& system, const std::filesystem::path& dir,
-                                                std::span<const ShardView> views);
+std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, FileSystem& system,
+                                                const std::filesystem::path& dir, std::span<const ShardView> views);
 
 }  // namespace fsdp

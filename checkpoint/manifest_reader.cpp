@@ -15,7 +15,7 @@
 namespace fsdp {
 namespace {
 
-constexpr std::size_t kMaxFields = 8;        // of a record, unknown ones included: enough to find that they are unknown
+constexpr std::size_t kMaxFields = 8;  // of a record, unknown ones included: enough to find that they are unknown
 constexpr std::size_t kMaxDimensions = 64;
 constexpr std::size_t kMaxRecords = std::size_t{1} << 24;
 
@@ -106,7 +106,8 @@ class ManifestReader : public JsonReader {
 
   void on_end() override {
     if (depth() != 2 || !in_table()) return;
-    if (manifest_.tensors.size() + manifest_.files.size() + manifest_.extents.size() == kMaxRecords) refuse(fmt::format("more than {} records", kMaxRecords));
+    const std::size_t records = manifest_.tensors.size() + manifest_.files.size() + manifest_.extents.size();
+    if (records == kMaxRecords) refuse(fmt::format("more than {} records", kMaxRecords));
     if (key(0) == "tensors") return add_tensor();
     if (key(0) == "files") return add_file();
     add_extent();
@@ -122,8 +123,9 @@ class ManifestReader : public JsonReader {
 
   void check_version(std::uint64_t version) {
     if (version == kManifestVersion) return;
-    refuse(fmt::format("expected format {}, got {}: {}", kManifestVersion, version,
-                       version > kManifestVersion ? "written by a newer libfsdp; update this one" : "no release wrote it"));
+    refuse(fmt::format(
+        "expected format {}, got {}: {}", kManifestVersion, version,
+        version > kManifestVersion ? "written by a newer libfsdp; update this one" : "no release wrote it"));
   }
 
   // Duplicates are refused and every known field is asked for, so that the count finds the unknown ones.
@@ -141,7 +143,9 @@ class ManifestReader : public JsonReader {
   std::string hex_field(const Record& record, const char* name, std::size_t words) {
     std::string text = string_field(record, name);
     bool good = text.size() == 16 * words;
-    for (std::size_t i = 0; good && i < words; ++i) good = hex_value(std::string_view(text).substr(16 * i, 16)).has_value();
+    for (std::size_t i = 0; good && i < words; ++i) {
+      good = hex_value(std::string_view(text).substr(16 * i, 16)).has_value();
+    }
     if (!good) refuse(fmt::format("{}: expected {} hex digits", name, 16 * words));
     return text;
   }
@@ -167,7 +171,9 @@ class ManifestReader : public JsonReader {
   std::vector<std::int64_t> sizes_field(const Record& record, const char* name) {
     std::vector<std::int64_t> sizes;
     for (const std::uint64_t value : numbers_field(record, name)) {
-      if (value > static_cast<std::uint64_t>(INT64_MAX)) refuse(fmt::format("{}: number does not fit in 63 bits", name));
+      if (value > static_cast<std::uint64_t>(INT64_MAX)) {
+        refuse(fmt::format("{}: number does not fit in 63 bits", name));
+      }
       sizes.push_back(static_cast<std::int64_t>(value));
     }
     return sizes;
@@ -185,17 +191,23 @@ class ManifestReader : public JsonReader {
     expect_fields(record_, 4);
     const auto numel = checked_numel(tensor.shape);
     if (!numel || *numel > INT64_MAX / 8) refuse(fmt::format("{}: shape {} is too large", tensor.name, tensor.shape));
-    if (!tensors_.emplace(std::pair(directory_of(tensor.kind), tensor.name), manifest_.tensors.size()).second) refuse(tensor.name + ": stands twice");
+    if (!tensors_.emplace(std::pair(directory_of(tensor.kind), tensor.name), manifest_.tensors.size()).second) {
+      refuse(tensor.name + ": stands twice");
+    }
     manifest_.tensors.push_back(std::move(tensor));
   }
 
   void add_file() {
-    ManifestFile file{.name = string_field(record_, "name"), .bytes = number_field(record_, "bytes", 1),
+    ManifestFile file{.name = string_field(record_, "name"),
+                      .bytes = number_field(record_, "bytes", 1),
                       .head_bytes = number_field(record_, "head_bytes", 1),
-                      .head_xxh3_64 = *hex_value(hex_field(record_, "head_xxh3_64", 1)), .xxh3_128 = hex_field(record_, "xxh3_128", 2)};
+                      .head_xxh3_64 = *hex_value(hex_field(record_, "head_xxh3_64", 1)),
+                      .xxh3_128 = hex_field(record_, "xxh3_128", 2)};
     expect_fields(record_, 5);
     if (!is_file_name(file.name)) refuse("name: expected model/, optim/ or rank/ and a plain file name");
-    if (file.bytes > static_cast<std::uint64_t>(INT64_MAX) || file.head_bytes > file.bytes) refuse(file.name + ": head_bytes do not fit in bytes");
+    if (file.bytes > static_cast<std::uint64_t>(INT64_MAX) || file.head_bytes > file.bytes) {
+      refuse(file.name + ": head_bytes do not fit in bytes");
+    }
     if (!files_.emplace(file.name, manifest_.files.size()).second) refuse(file.name + ": stands twice");
     manifest_.files.push_back(std::move(file));
   }
@@ -206,9 +218,11 @@ class ManifestReader : public JsonReader {
     const std::string directory = file->first.substr(0, file->first.find('/'));
     const auto tensor = tensors_.find({directory, string_field(record_, "tensor")});
     if (tensor == tensors_.end()) refuse("names a tensor that is not listed for " + directory);
-    ManifestExtent extent{.file = file->second, .tensor = tensor->second,
+    ManifestExtent extent{.file = file->second,
+                          .tensor = tensor->second,
                           .box = {sizes_field(record_, "offsets"), sizes_field(record_, "sizes")},
-                          .begin = number_field(record_, "bytes", 2, 0), .end = number_field(record_, "bytes", 2, 1),
+                          .begin = number_field(record_, "bytes", 2, 0),
+                          .end = number_field(record_, "bytes", 2, 1),
                           .xxh3_64 = *hex_value(hex_field(record_, "xxh3_64", 1))};
     expect_fields(record_, 6);
     check_extent(extent);
@@ -223,28 +237,36 @@ class ManifestReader : public JsonReader {
     for (std::size_t i = 0; inside && i < sizes.size(); ++i) {
       inside = sizes[i] > 0 && sizes[i] <= tensor.shape[i] && offsets[i] <= tensor.shape[i] - sizes[i];
     }
-    if (!inside) refuse(fmt::format("{}: box at {} of {} does not lie in shape {}", tensor.name, offsets, sizes, tensor.shape));
+    if (!inside) {
+      refuse(fmt::format("{}: box at {} of {} does not lie in shape {}", tensor.name, offsets, sizes, tensor.shape));
+    }
     if (extent.begin < file.head_bytes || extent.begin > extent.end || extent.end > file.bytes) {
       refuse(fmt::format("{}: bytes [{}, {}) do not lie in {}", tensor.name, extent.begin, extent.end, file.name));
     }
     if (extent.end - extent.begin != static_cast<std::uint64_t>(numel_of(sizes)) * size_of(tensor.dtype)) {
-      refuse(fmt::format("{}: bytes [{}, {}) are not those of a box of {}", tensor.name, extent.begin, extent.end, sizes));
+      refuse(
+          fmt::format("{}: bytes [{}, {}) are not those of a box of {}", tensor.name, extent.begin, extent.end, sizes));
     }
   }
 
   Manifest manifest_;
   Record root_, record_;
   std::size_t sections_ = 0;
-  std::map<std::pair<std::string, std::string>, std::size_t> tensors_;   // (directory, name) -> index
+  std::map<std::pair<std::string, std::string>, std::size_t> tensors_;  // (directory, name) -> index
   std::map<std::string, std::size_t> files_;
 };
 
 // The checksum stands alone in the last line, so that no JSON has to be understood to check it.
 void check_own_hash(std::string_view text) {
-  const std::size_t last_line = text.empty() || text.back() != '\n' ? std::string_view::npos : text.rfind('\n', text.size() - 2);
-  if (last_line == std::string_view::npos) throw CheckpointError("the last line, its checksum, is missing: the file was cut off");
+  const std::size_t last_line = text.empty() || text.back() != '\n' ? std::string_view::npos
+                                                                    : text.rfind('\n', text.size() - 2);
+  if (last_line == std::string_view::npos) {
+    throw CheckpointError("the last line, its checksum, is missing: the file was cut off");
+  }
   const std::string expected = fmt::format("\"manifest_xxh3_128\":\"{}\"}}\n", xxh3_128(text.substr(0, last_line + 1)));
-  if (text.substr(last_line + 1) != expected) throw CheckpointError("its text does not match the checksum in its last line");
+  if (text.substr(last_line + 1) != expected) {
+    throw CheckpointError("its text does not match the checksum in its last line");
+  }
 }
 
 }  // namespace
@@ -254,9 +276,11 @@ bool is_file_name(std::string_view name) {
   if (slash == std::string_view::npos) return false;
   const std::string_view directory = name.substr(0, slash), base = name.substr(slash + 1);
   if (directory != "model" && directory != "optim" && directory != "rank") return false;
-  return !base.empty() && base.front() != '.' && base.size() <= NAME_MAX && std::all_of(base.begin(), base.end(), [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
-  });
+  return !base.empty() && base.front() != '.' && base.size() <= NAME_MAX &&
+         std::all_of(base.begin(), base.end(), [](char c) {
+           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||
+                  c == '-';
+         });
 }
 
 Manifest parse_manifest(std::string_view text) {

@@ -11,11 +11,13 @@
 namespace fsdp {
 namespace {
 
-// Cuts a row-major range into boxes from the slowest dimension down: a partial first row, whole rows, a partial last row.
-// The two partial rows are ranges of the dimensions below, and touch one of their ends; so each level adds at most two boxes.
+// Cuts a row-major range into boxes from the slowest dimension down: a partial first row, whole rows, a partial last
+// row. The two partial rows are ranges of the dimensions below, and touch one of their ends; so each level adds at most
+// two boxes.
 class RangeCutter {
  public:
-  explicit RangeCutter(std::vector<std::int64_t> shape) : shape_(std::move(shape)), row_(row_major_strides(shape_)), prefix_(shape_.size(), 0) {}
+  explicit RangeCutter(std::vector<std::int64_t> shape)
+      : shape_(std::move(shape)), row_(row_major_strides(shape_)), prefix_(shape_.size(), 0) {}
 
   std::vector<Box> cut(std::int64_t begin, std::int64_t end) {
     if (begin == end) return {};
@@ -85,7 +87,8 @@ std::vector<std::int64_t> row_major_strides(std::span<const std::int64_t> shape)
   return strides;
 }
 
-std::optional<std::vector<std::size_t>> memory_order(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides) {
+std::optional<std::vector<std::size_t>> memory_order(std::span<const std::int64_t> shape,
+                                                     std::span<const std::int64_t> strides) {
   const auto numel = checked_numel(shape);
   if (shape.size() != strides.size() || !numel) return std::nullopt;
   std::vector<std::size_t> order(shape.size());
@@ -118,12 +121,14 @@ bool is_row_major(std::span<const std::int64_t> shape, std::span<const std::int6
 std::vector<Box> boxes_of(const FlatRange& range) {
   const auto order = memory_order(range.shape, range.strides);
   if (!order) {
-    throw InvalidArgument(fmt::format("strides {} of shape {} are not dense and non-overlapping: expected those of a contiguous or permuted tensor",
-                                      range.strides, range.shape));
+    throw InvalidArgument(fmt::format(
+        "strides {} of shape {} are not dense and non-overlapping: expected those of a contiguous or permuted tensor",
+        range.strides, range.shape));
   }
   const std::int64_t numel = numel_of(range.shape);
   if (range.begin < 0 || range.begin > range.end || range.end > numel) {
-    throw InvalidArgument(fmt::format("range [{}, {}) does not lie in [0, {}), the elements of shape {}", range.begin, range.end, numel, range.shape));
+    throw InvalidArgument(fmt::format("range [{}, {}) does not lie in [0, {}), the elements of shape {}", range.begin,
+                                      range.end, numel, range.shape));
   }
   std::vector<std::int64_t> permuted;
   for (const std::size_t dimension : *order) permuted.push_back(range.shape[dimension]);
@@ -134,7 +139,8 @@ std::vector<Box> boxes_of(const FlatRange& range) {
 
 std::vector<Box> boxes_main_first(const FlatRange& range) {
   std::vector<Box> boxes = boxes_of(range);
-  const auto main = std::max_element(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) { return numel_of(a.sizes) < numel_of(b.sizes); });
+  const auto main = std::max_element(boxes.begin(), boxes.end(),
+                                     [](const Box& a, const Box& b) { return numel_of(a.sizes) < numel_of(b.sizes); });
   if (main != boxes.end()) std::rotate(boxes.begin(), main, main + 1);
   return boxes;
 }

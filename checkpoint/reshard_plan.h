@@ -27,8 +27,10 @@ std::int64_t numel_of(std::span<const std::int64_t> sizes);
 
 std::vector<std::int64_t> row_major_strides(std::span<const std::int64_t> shape);
 
-// The dimensions from slowest to fastest as they lie in memory; nullopt where `strides` is not dense and non-overlapping.
-std::optional<std::vector<std::size_t>> memory_order(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides);
+// The dimensions from slowest to fastest as they lie in memory; nullopt where `strides` is not dense and
+// non-overlapping.
+std::optional<std::vector<std::size_t>> memory_order(std::span<const std::int64_t> shape,
+                                                     std::span<const std::int64_t> strides);
 
 // Whether the memory order of the elements is the row-major one.
 bool is_row_major(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides);
@@ -39,11 +41,12 @@ struct FlatRange {
   std::int64_t begin = 0, end = 0;
 };
 
-// The range as at most 2n-1 disjoint boxes in memory order; none for an empty range. Throws InvalidArgument for strides that
-// are not dense, or a range outside the tensor.
+// The range as at most 2n-1 disjoint boxes in memory order; none for an empty range. Throws InvalidArgument for strides
+// that are not dense, or a range outside the tensor.
 std::vector<Box> boxes_of(const FlatRange& range);
 
-// The same with the largest box first: what goes to file 1, 2, ... of a rank. The first of equals counts as the largest.
+// The same with the largest box first: what goes to file 1, 2, ... of a rank. The first of equals counts as the
+// largest.
 std::vector<Box> boxes_main_first(const FlatRange& range);
 
 // nullopt where the boxes have no element in common. REQUIRES the same number of dimensions.

@@ -40,8 +40,8 @@ std::string header_json(const SafetensorsLayout& layout, const std::map<std::str
   json += '}';
   for (const std::size_t index : layout.order) {
     const SafetensorsTensor& tensor = layout.tensors[index];
-    json += fmt::format(",{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}", json_quoted(tensor.name), name_of(tensor.dtype),
-                        fmt::join(tensor.shape, ","), tensor.begin, tensor.end);
+    json += fmt::format(",{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}", json_quoted(tensor.name),
+                        name_of(tensor.dtype), fmt::join(tensor.shape, ","), tensor.begin, tensor.end);
   }
   return json + '}';
 }
@@ -50,7 +50,9 @@ std::string with_length_and_padding(std::string json) {
   const std::uint64_t unpadded = kLengthBytes + json.size();
   json.append((kDataAlignment - unpadded % kDataAlignment) % kDataAlignment, ' ');
   if (json.size() > kMaxHeaderBytes) {
-    throw CheckpointError(fmt::format("header of {} bytes is longer than the {} that safetensors allows: write fewer tensors to a file", json.size(), kMaxHeaderBytes));
+    throw CheckpointError(
+        fmt::format("header of {} bytes is longer than the {} that safetensors allows: write fewer tensors to a file",
+                    json.size(), kMaxHeaderBytes));
   }
   std::string head;
   for (std::uint64_t i = 0; i < kLengthBytes; ++i) head += static_cast<char>((json.size() >> (8 * i)) & 0xff);
@@ -84,7 +86,9 @@ class HeaderReader : public JsonReader {
   void on_string(std::string& value) override {
     if (depth() != 2) refuse("string where none may stand");
     if (in_metadata()) {
-      if (header.metadata.size() == kMaxMetadataEntries) refuse(fmt::format("more than {} entries", kMaxMetadataEntries));
+      if (header.metadata.size() == kMaxMetadataEntries) {
+        refuse(fmt::format("more than {} entries", kMaxMetadataEntries));
+      }
       header.metadata.emplace(key(1), std::move(value));
       return;
     }
@@ -114,9 +118,12 @@ class HeaderReader : public JsonReader {
     SafetensorsTensor& tensor = header.tensors.back();
     tensor.begin = offsets_[0];
     tensor.end = offsets_[1];
-    if (tensor.begin > tensor.end) refuse(fmt::format("data_offsets [{}, {}] end before they begin", tensor.begin, tensor.end));
+    if (tensor.begin > tensor.end) {
+      refuse(fmt::format("data_offsets [{}, {}] end before they begin", tensor.begin, tensor.end));
+    }
     if (const std::uint64_t expected = tensor_bytes(tensor); tensor.end - tensor.begin != expected) {
-      refuse(fmt::format("expected {} bytes for shape {} of {}, got {}", expected, tensor.shape, name_of(tensor.dtype), tensor.end - tensor.begin));
+      refuse(fmt::format("expected {} bytes for shape {} of {}, got {}", expected, tensor.shape, name_of(tensor.dtype),
+                         tensor.end - tensor.begin));
     }
   }
 
@@ -127,17 +134,22 @@ class HeaderReader : public JsonReader {
   std::vector<std::uint64_t> offsets_;
 };
 
-// The tensors must tile the data: first at 0, no gap, no overlap, last at the end of the file. Turns offsets into file positions.
+// The tensors must tile the data: first at 0, no gap, no overlap, last at the end of the file. Turns offsets into file
+// positions.
 void place_in_file(SafetensorsHeader& header, std::uint64_t file_bytes) {
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [](const auto& a, const auto& b) { return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name); });
+  std::sort(header.tensors.begin(), header.tensors.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
+  });
   std::uint64_t position = 0;
   for (SafetensorsTensor& tensor : header.tensors) {
     if (tensor.begin != position) {
-      throw CheckpointError(fmt::format("{}: expected data at offset {}, got {}: data has a gap or an overlap", tensor.name, position, tensor.begin));
+      throw CheckpointError(fmt::format("{}: expected data at offset {}, got {}: data has a gap or an overlap",
+                                        tensor.name, position, tensor.begin));
     }
     position = tensor.end;
-    if (position > file_bytes - header.data_begin) throw CheckpointError(fmt::format("{}: data ends past the end of the file", tensor.name));
+    if (position > file_bytes - header.data_begin) {
+      throw CheckpointError(fmt::format("{}: data ends past the end of the file", tensor.name));
+    }
     tensor.begin += header.data_begin;
     tensor.end += header.data_begin;
   }
@@ -148,7 +160,8 @@ void place_in_file(SafetensorsHeader& header, std::uint64_t file_bytes) {
 
 }  // namespace
 
-SafetensorsLayout lay_out_safetensors(std::vector<SafetensorsTensor> tensors, const std::map<std::string, std::string>& metadata) {
+SafetensorsLayout lay_out_safetensors(std::vector<SafetensorsTensor> tensors,
+                                      const std::map<std::string, std::string>& metadata) {
   SafetensorsLayout layout;
   layout.tensors = std::move(tensors);
   layout.order.resize(layout.tensors.size());
@@ -176,13 +189,21 @@ SafetensorsLayout lay_out_safetensors(std::vector<SafetensorsTensor> tensors, co
 }
 
 SafetensorsHeader read_safetensors_header(std::uint64_t file_bytes, const ReadAt& read_at) {
-  if (file_bytes < kLengthBytes) throw CheckpointError(fmt::format("expected at least {} bytes, got {}", kLengthBytes, file_bytes));
+  if (file_bytes < kLengthBytes) {
+    throw CheckpointError(fmt::format("expected at least {} bytes, got {}", kLengthBytes, file_bytes));
+  }
   std::byte raw[kLengthBytes];
   read_at(0, raw);
   std::uint64_t header_bytes = 0;
   for (std::uint64_t i = 0; i < kLengthBytes; ++i) header_bytes |= std::to_integer<std::uint64_t>(raw[i]) << (8 * i);
-  if (header_bytes > kMaxHeaderBytes) throw CheckpointError(fmt::format("header of {} bytes is longer than the {} allowed", header_bytes, kMaxHeaderBytes));
-  if (header_bytes > file_bytes - kLengthBytes) throw CheckpointError(fmt::format("header of {} bytes ends past the end of the file of {}", header_bytes, file_bytes));
+  if (header_bytes > kMaxHeaderBytes) {
+    throw CheckpointError(
+        fmt::format("header of {} bytes is longer than the {} allowed", header_bytes, kMaxHeaderBytes));
+  }
+  if (header_bytes > file_bytes - kLengthBytes) {
+    throw CheckpointError(
+        fmt::format("header of {} bytes ends past the end of the file of {}", header_bytes, file_bytes));
+  }
 
   std::string json(header_bytes, '\0');
   read_at(kLengthBytes, std::as_writable_bytes(std::span(json)));

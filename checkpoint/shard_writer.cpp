@@ -16,24 +16,28 @@
 namespace fsdp {
 namespace {
 
-// Optimizer state of a 0-d parameter is written as one of shape [1]: several readers of this layout cannot slice a 0-d tensor.
+// Optimizer state of a 0-d parameter is written as one of shape [1]: several readers of this layout cannot slice a 0-d
+// tensor.
 Box box_on_disk(ShardKind kind, const Box& box) {
   if (kind == ShardKind::kOptimizer && box.sizes.empty()) return {{0}, {1}};
   return box;
 }
 
 // What Python's distributed checkpoint reader needs to put the boxes together.
-std::map<std::string, std::string> shard_metadata(const std::vector<SafetensorsTensor>& tensors, const std::vector<Box>& boxes, const std::string& save_id) {
+std::map<std::string, std::string> shard_metadata(const std::vector<SafetensorsTensor>& tensors,
+                                                  const std::vector<Box>& boxes, const std::string& save_id) {
   std::string sharding;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    sharding += fmt::format("{}{}:{{\"saved_offsets\":[{}]}}", i == 0 ? "" : ",", json_quoted(tensors[i].name), fmt::join(boxes[i].offsets, ","));
+    sharding += fmt::format("{}{}:{{\"saved_offsets\":[{}]}}", i == 0 ? "" : ",", json_quoted(tensors[i].name),
+                            fmt::join(boxes[i].offsets, ","));
   }
   return {{"DCP_SHARDING_INFO", "{" + sharding + "}"}, {"DCP_VERSION", "1.0"}, {"format", "pt"}, {"save_id", save_id}};
 }
 
 class ShardWriter {
  public:
-  ShardWriter(FileSystem& system, const SaveTarget& target, const CheckpointContent& content) : system_(system), target_(target), content_(content) {
+  ShardWriter(FileSystem& system, const SaveTarget& target, const CheckpointContent& content)
+      : system_(system), target_(target), content_(content) {
     part_.save_id = target.save_id;
     part_.step = content.step;
     part_.world_size = target.world_size;
@@ -59,15 +63,20 @@ class ShardWriter {
       return bytes;
     });
     for (const std::size_t i : layout.order) {
-      part_.extents.push_back({part_.files.size() - 1, planned[i].view, planned[i].box, layout.tensors[i].begin, layout.tensors[i].end, hashes[i]});
+      part_.extents.push_back({part_.files.size() - 1, planned[i].view, planned[i].box, layout.tensors[i].begin,
+                               layout.tensors[i].end, hashes[i]});
     }
   }
 
   void write_rank_state(const std::string& key, const std::vector<std::byte>& state) {
     const std::string name = rank_file_name(key, target_.rank, target_.world_size);
-    if (!is_file_name(name)) throw CheckpointError(fmt::format("rank state \"{:.64}\": expected a name of letters, digits, '.', '_' and '-'", key));
+    if (!is_file_name(name)) {
+      throw CheckpointError(
+          fmt::format("rank state \"{:.64}\": expected a name of letters, digits, '.', '_' and '-'", key));
+    }
     const auto numel = static_cast<std::int64_t>(state.size());
-    const SafetensorsLayout layout = lay_out_safetensors({{key, DType::kUInt8, {numel}}}, {{"format", "pt"}, {"save_id", target_.save_id}});
+    const SafetensorsLayout layout = lay_out_safetensors({{key, DType::kUInt8, {numel}}},
+                                                         {{"format", "pt"}, {"save_id", target_.save_id}});
     write_file(name, layout, [&](std::size_t) { return std::span(state); });
   }
 
@@ -112,7 +121,8 @@ class ShardWriter {
   std::vector<std::byte> buffer_;
 };
 
-void write_kind(ShardWriter& writer, const SaveTarget& target, ShardKind kind, const std::vector<std::vector<PlannedBox>>& files) {
+void write_kind(ShardWriter& writer, const SaveTarget& target, ShardKind kind,
+                const std::vector<std::vector<PlannedBox>>& files) {
   const std::size_t file_count = kind == ShardKind::kParameter ? target.model_files : target.optim_files;
   for (std::size_t i = 0; i < files.size(); ++i) {
     if (!files[i].empty()) writer.write_boxes(shard_file_name(kind, target.rank, i, file_count), files[i]);
@@ -143,7 +153,8 @@ std::string rank_file_name(const std::string& key, int rank, int world_size) {
   return fmt::format("rank/{}-{:05}-of-{:05}.safetensors", key, rank, world_size);
 }
 
-Manifest write_shards(FileSystem& system, const SaveTarget& target, const CheckpointContent& content, const ShardPlan& plan) {
+Manifest write_shards(FileSystem& system, const SaveTarget& target, const CheckpointContent& content,
+                      const ShardPlan& plan) {
   ShardWriter writer(system, target, content);
   write_kind(writer, target, ShardKind::kParameter, plan.model);
   write_kind(writer, target, ShardKind::kOptimizer, plan.optim);

@@ -24,11 +24,14 @@ std::optional<std::int64_t> step_of(std::string_view name) {
   return step;
 }
 
-std::string temporary_name(std::int64_t step, std::string_view save_id) { return fmt::format("{}{}{}", step_name(step), kTemporaryMark, save_id); }
+std::string temporary_name(std::int64_t step, std::string_view save_id) {
+  return fmt::format("{}{}{}", step_name(step), kTemporaryMark, save_id);
+}
 
 bool is_temporary(std::string_view name) {
   const std::size_t mark = name.find(kTemporaryMark);
-  return mark != std::string_view::npos && step_of(name.substr(0, mark)) && hex_value(name.substr(mark + kTemporaryMark.size()));
+  return mark != std::string_view::npos && step_of(name.substr(0, mark)) &&
+         hex_value(name.substr(mark + kTemporaryMark.size()));
 }
 
 std::optional<std::int64_t> newest_step(FileSystem& system, const std::filesystem::path& dir) {
@@ -37,8 +40,9 @@ std::optional<std::int64_t> newest_step(FileSystem& system, const std::filesyste
     if (const auto step = step_of(name)) steps.push_back(*step);
   }
   std::sort(steps.begin(), steps.end(), std::greater<>());
-  const auto newest =
-      std::find_if(steps.begin(), steps.end(), [&](std::int64_t step) { return path_exists(system, dir / step_name(step) / kManifestName); });
+  const auto newest = std::find_if(steps.begin(), steps.end(), [&](std::int64_t step) {
+    return path_exists(system, dir / step_name(step) / kManifestName);
+  });
   if (newest == steps.end()) return std::nullopt;
   return *newest;
 }

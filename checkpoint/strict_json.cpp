@@ -17,7 +17,8 @@ constexpr std::size_t kMaxNameBytes = 4096;
 std::string name_fault(std::string_view name) {
   if (name.empty()) return "name is empty";
   if (name.size() > kMaxNameBytes) return fmt::format("name of {} bytes is longer than {}", name.size(), kMaxNameBytes);
-  const bool has_control = std::any_of(name.begin(), name.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; });
+  const bool has_control = std::any_of(name.begin(), name.end(),
+                                       [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; });
   return has_control ? "name has a control character" : "";
 }
 
@@ -27,7 +28,9 @@ class JsonReader::Events : public nlohmann::json_sax<nlohmann::json> {
 
   bool null() override { reader_.refuse("null is not allowed"); }
   bool boolean(bool) override { reader_.refuse("true and false are not allowed"); }
-  bool number_float(double, const std::string& text) override { reader_.refuse(fmt::format("number {} is not an integer of 64 bits", text)); }
+  bool number_float(double, const std::string& text) override {
+    reader_.refuse(fmt::format("number {} is not an integer of 64 bits", text));
+  }
   bool binary(binary_t&) override { reader_.refuse("binary values are not allowed"); }
   bool number_integer(std::int64_t value) override { return expect_inside(), reader_.on_negative(value), true; }
   bool number_unsigned(std::uint64_t value) override { return expect_inside(), reader_.on_number(value), true; }
@@ -100,7 +103,8 @@ std::string json_quoted(std::string_view text) {
   try {
     return nlohmann::json(text).dump();
   } catch (const nlohmann::json::exception&) {
-    throw CheckpointError("name or value is not UTF-8: " + nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace));
+    throw CheckpointError("name or value is not UTF-8: " +
+                          nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace));
   }
 }
 

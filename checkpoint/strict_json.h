@@ -12,9 +12,10 @@ namespace fsdp {
 // A name as it may stand in a file: 1 to 4096 bytes, no control characters. Returns what is wrong with it, or "".
 std::string name_fault(std::string_view name);
 
-// Base of the readers. Refused for all of them: more than 4 containers around a value, duplicate keys of an object, keys that are no
-// names (name_fault), numbers that are no integers of 64 bits, true, false, null, NUL bytes, and anything before or
-// after the one object. What an event means, and which ones are legal where, the derived reader says.
+// Base of the readers. Refused for all of them: more than 4 containers around a value, duplicate keys of an object,
+// keys that are no names (name_fault), numbers that are no integers of 64 bits, true, false, null, NUL bytes, and
+// anything before or after the one object. What an event means, and which ones are legal where, the derived reader
+// says.
 class JsonReader {
  public:
   virtual ~JsonReader() = default;
@@ -33,8 +34,8 @@ class JsonReader {
   virtual void on_array() = 0;
   virtual void on_string(std::string& value) = 0;
   virtual void on_number(std::uint64_t value) = 0;
-  virtual void on_negative(std::int64_t value);   // refuses
-  virtual void on_end() = 0;                      // the object or array announced under these keys is complete
+  virtual void on_negative(std::int64_t value);  // refuses
+  virtual void on_end() = 0;                     // the object or array announced under these keys is complete
 
  private:
   class Events;

@@ -16,7 +16,7 @@
 namespace fsdp {
 namespace {
 
-constexpr std::size_t kMaxListed = 8;   // of each kind of difference; the rest is counted
+constexpr std::size_t kMaxListed = 8;  // of each kind of difference; the rest is counted
 
 using Key = std::pair<ShardKind, std::string>;
 
@@ -63,7 +63,8 @@ struct Differences {
     std::vector<std::string> missing_with_hints;
     for (const std::string& name : missing) {
       // Hints are only worked out for names that are shown: a distance to each of thousands of names is not free.
-      missing_with_hints.push_back(missing_with_hints.size() < kMaxListed ? name + nearest_hint(name, unexpected) : name);
+      missing_with_hints.push_back(missing_with_hints.size() < kMaxListed ? name + nearest_hint(name, unexpected)
+                                                                          : name);
     }
     return "it was saved from another model or optimizer" + listed("missing in the checkpoint", missing_with_hints) +
            listed("not asked for by the model", unexpected) + listed("shape", shape) + listed("dtype", dtype) +
@@ -71,7 +72,8 @@ struct Differences {
   }
 };
 
-std::optional<std::size_t> find_tensor(const ShardView& view, const std::map<Key, std::size_t>& index, const Aliases& aliases) {
+std::optional<std::size_t> find_tensor(const ShardView& view, const std::map<Key, std::size_t>& index,
+                                       const Aliases& aliases) {
   if (const auto own = index.find({view.kind, view.name}); own != index.end()) return own->second;
   const auto [first, last] = aliases.instead.equal_range(view.name);
   for (auto alias = first; alias != last; ++alias) {
@@ -84,7 +86,9 @@ void check_view(const ShardView& view) {
   if (const std::string fault = name_fault(view.name); !fault.empty()) throw CheckpointError(fault);
   directory_of(view.kind);
   boxes_of({view.shape, view.strides, view.begin, view.end});
-  if (view.data == nullptr && view.begin != view.end) throw CheckpointError("expected data for a range that is not empty, got null");
+  if (view.data == nullptr && view.begin != view.end) {
+    throw CheckpointError("expected data for a range that is not empty, got null");
+  }
 }
 
 }  // namespace
@@ -97,11 +101,14 @@ void check_views(std::span<const ShardView> views) {
     } catch (const Error& error) {
       throw CheckpointError(fmt::format("view {:.128}: {}", view.name, error.what()));
     }
-    if (!names.emplace(view.kind, view.name).second) throw CheckpointError(fmt::format("view {}: its name stands twice", view.name));
+    if (!names.emplace(view.kind, view.name).second) {
+      throw CheckpointError(fmt::format("view {}: its name stands twice", view.name));
+    }
   }
 }
 
-std::vector<std::size_t> match_views(std::span<const ShardView> views, std::span<const ManifestTensor> offered, const Aliases& aliases) {
+std::vector<std::size_t> match_views(std::span<const ShardView> views, std::span<const ManifestTensor> offered,
+                                     const Aliases& aliases) {
   std::map<Key, std::size_t> index;
   for (std::size_t i = 0; i < offered.size(); ++i) index.emplace(Key(offered[i].kind, offered[i].name), i);
   std::vector<std::size_t> found;
@@ -116,11 +123,18 @@ std::vector<std::size_t> match_views(std::span<const ShardView> views, std::span
     found.push_back(*tensor);
     asked_for[*tensor] = true;
     const ManifestTensor& saved = offered[*tensor];
-    if (saved.shape != view.shape) differences.shape.push_back(fmt::format("{} expected {}, got {}", view.name, view.shape, saved.shape));
-    if (saved.dtype != view.dtype) differences.dtype.push_back(fmt::format("{} expected {}, got {}", view.name, name_of(view.dtype), name_of(saved.dtype)));
+    if (saved.shape != view.shape) {
+      differences.shape.push_back(fmt::format("{} expected {}, got {}", view.name, view.shape, saved.shape));
+    }
+    if (saved.dtype != view.dtype) {
+      differences.dtype.push_back(
+          fmt::format("{} expected {}, got {}", view.name, name_of(view.dtype), name_of(saved.dtype)));
+    }
   }
   for (std::size_t i = 0; i < offered.size(); ++i) {
-    if (!asked_for[i] && !aliases.not_needed.contains(offered[i].name)) differences.unexpected.push_back(offered[i].name);
+    if (!asked_for[i] && !aliases.not_needed.contains(offered[i].name)) {
+      differences.unexpected.push_back(offered[i].name);
+    }
   }
   if (!differences.none()) throw CheckpointError(differences.message());
   return found;

@@ -27,7 +27,9 @@ std::optional<std::uint64_t> hex_value(std::string_view digits) {
 Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) { XXH3_128bits_reset(&state_->value); }
 Xxh3Stream::~Xxh3Stream() = default;
 
-void Xxh3Stream::update(std::span<const std::byte> bytes) { XXH3_128bits_update(&state_->value, bytes.data(), bytes.size()); }
+void Xxh3Stream::update(std::span<const std::byte> bytes) {
+  XXH3_128bits_update(&state_->value, bytes.data(), bytes.size());
+}
 
 std::string Xxh3Stream::hex() const {
   const XXH128_hash_t hash = XXH3_128bits_digest(&state_->value);

@@ -9,8 +9,8 @@
 
 namespace fsdp {
 
-// Ringer: count the ring, then look for sleepers. Sleeper: announce itself, then read the count. In the one total order of these
-// four one of the two sees the other, so no ring is missed and a ring that nobody waits for costs no system call.
+// Ringer: count the ring, then look for sleepers. Sleeper: announce itself, then read the count. In the one total order
+// of these four one of the two sees the other: no ring is missed, and one that nobody waits for costs no system call.
 void Bell::ring() noexcept {
   rings_.fetch_add(1);
   // Not FUTEX_PRIVATE: the sleepers may be other processes.

@@ -31,7 +31,7 @@ class Bell {
 
  private:
   std::atomic<std::uint32_t> rings_{0};
-  std::atomic<std::uint32_t> sleepers_{0};   // a killed sleeper stays counted: costs a needless system call per ring
+  std::atomic<std::uint32_t> sleepers_{0};  // a killed sleeper stays counted: costs a needless system call per ring
 };
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);

@@ -15,19 +15,23 @@ namespace {
 
 void require_known_backend(const std::string& backend) {
   if (backend == "auto" || backend == "shm") return;
-  const std::string_view remedy = backend == "thread" ? "; ranks as threads of one process come from run_ranks in <fsdp/testing.h>" : "";
+  const std::string_view remedy = backend == "thread"
+                                      ? "; ranks as threads of one process come from run_ranks in <fsdp/testing.h>"
+                                      : "";
   throw InvalidArgument(fmt::format("InitOptions::backend: expected auto or shm, got \"{}\"{}", backend, remedy));
 }
 
 void require_one_host(const LaunchIdentity& self) {
   if (self.world_size > kMaxWorldSize) {
-    throw InvalidArgument(fmt::format("shm backend: expected at most {} ranks, got {}; start fewer, with more threads each", kMaxWorldSize,
-                                      self.world_size));
+    throw InvalidArgument(
+        fmt::format("shm backend: expected at most {} ranks, got {}; start fewer, with more threads each",
+                    kMaxWorldSize, self.world_size));
   }
   if (self.local_world_size == self.world_size) return;
-  throw InvalidArgument(fmt::format("shm backend: expected all ranks on one host (LOCAL_WORLD_SIZE == WORLD_SIZE), got {} of {}; start "
-                                    "all ranks on one host, as with torchrun --nnodes 1",
-                                    self.local_world_size, self.world_size));
+  throw InvalidArgument(
+      fmt::format("shm backend: expected all ranks on one host (LOCAL_WORLD_SIZE == WORLD_SIZE), got {} of {}; start "
+                  "all ranks on one host, as with torchrun --nnodes 1",
+                  self.local_world_size, self.world_size));
 }
 
 }  // namespace
@@ -43,17 +47,19 @@ double Context::mean(double value) const {
 Context init(const InitOptions& options) {
   require_known_backend(options.backend);
   if (options.timeout.count() <= 0) {
-    throw InvalidArgument(fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
+    throw InvalidArgument(
+        fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
   }
   const Variables variables = process_variables();
   const LaunchIdentity self = identify(variables, options.rank, options.world_size);
   require_one_host(self);
   const RendezvousSocket socket = rendezvous_socket(variables, ::geteuid());
   if (self.world_size > 1 && socket.path.empty()) {
-    throw InvalidArgument(fmt::format("rank {} of {} does not know where to meet the others: set FSDP_RENDEZVOUS to the path of a socket "
-                                      "in a folder of mode 700, or start with `fsdp run` or torchrun",
-                                      self.rank, self.world_size),
-                          self.rank);
+    throw InvalidArgument(
+        fmt::format("rank {} of {} does not know where to meet the others: set FSDP_RENDEZVOUS to the path of a socket "
+                    "in a folder of mode 700, or start with `fsdp run` or torchrun",
+                    self.rank, self.world_size),
+        self.rank);
   }
   const MeetingPlace place{socket.path, socket.create_directory, self.rank, self.world_size, options.timeout};
   return Context(make_shm_communicator(place), self.local_rank, self.local_world_size);

@@ -21,7 +21,18 @@ inline constexpr std::size_t kStagingBytes = std::size_t{2} << 20;
 inline constexpr int kMaxWorldSize = 128;
 
 enum class Operation : std::uint32_t {
-  kNone, kAllocate, kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kGather, kReduce, kRead, kWaitUntil, kCheck,
+  kNone,
+  kAllocate,
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBroadcast,
+  kBarrier,
+  kGather,
+  kReduce,
+  kRead,
+  kWaitUntil,
+  kCheck,
 };
 std::string_view name_of(Operation operation);
 
@@ -36,13 +47,13 @@ struct Call {
 enum class Presence : std::uint32_t { kHere, kLeft };
 
 struct alignas(64) RankSlot {
-  std::atomic<std::uint64_t> arrived{0};         // how many meetings this rank has come to
+  std::atomic<std::uint64_t> arrived{0};  // how many meetings this rank has come to
   std::atomic<Presence> presence{Presence::kHere};
-  std::atomic<Operation> operation{Operation::kNone};   // the last collective it entered, for messages
+  std::atomic<Operation> operation{Operation::kNone};  // the last collective it entered, for messages
   std::int32_t pid = 0;
   // Written before a meeting, read after it; meetings of odd and even number alternate, see NOTE [Two halves].
   Call calls[2];
-  std::int32_t status[2] = {0, 0};               // 0, or the errno of this rank's part of the call
+  std::int32_t status[2] = {0, 0};  // 0, or the errno of this rank's part of the call
 };
 
 // NOTE [Two halves] Rank A may write half h for meeting n+2 only when every peer has read half h of meeting n. A peer
@@ -78,7 +89,7 @@ class ControlBlock {
 
   explicit ControlBlock(int world_size) : world_size_(world_size) {}
 
-  alignas(64) std::atomic<std::uint64_t> arrivals_{0};   // of all ranks in all meetings
+  alignas(64) std::atomic<std::uint64_t> arrivals_{0};  // of all ranks in all meetings
   alignas(64) std::atomic<AbortState> abort_state_{AbortState::kNone};
   std::int32_t culprit_ = -1;
   std::uint32_t reason_bytes_ = 0;

@@ -31,20 +31,22 @@ int to_int(const Variables& variables, const char* name) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) {
-    throw InvalidArgument(fmt::format("launch environment: expected an integer in {}, got \"{}\" (found {}); unset it, or start with "
-                                      "`fsdp run` or torchrun",
-                                      name, text, found(variables)));
+    throw InvalidArgument(
+        fmt::format("launch environment: expected an integer in {}, got \"{}\" (found {}); unset it, or start with "
+                    "`fsdp run` or torchrun",
+                    name, text, found(variables)));
   }
   return value;
 }
 
 LaunchIdentity identify_explicitly(int rank, int world_size) {
   if (rank < 0 || world_size < 1 || rank >= world_size) {
-    throw InvalidArgument(fmt::format("InitOptions: expected both rank and world_size with 0 <= rank < world_size, or neither (-1), "
-                                      "got rank {} and world_size {}",
-                                      rank, world_size));
+    throw InvalidArgument(
+        fmt::format("InitOptions: expected both rank and world_size with 0 <= rank < world_size, or neither (-1), "
+                    "got rank {} and world_size {}",
+                    rank, world_size));
   }
-  return {rank, world_size, rank, world_size};   // no launcher speaks, so all ranks are here
+  return {rank, world_size, rank, world_size};  // no launcher speaks, so all ranks are here
 }
 
 LaunchIdentity identify_by_torchrun(const Variables& variables) {
@@ -54,9 +56,10 @@ LaunchIdentity identify_by_torchrun(const Variables& variables) {
                         self.local_rank < self.local_world_size && self.local_world_size <= self.world_size &&
                         self.local_rank <= self.rank;
   if (!possible) {
-    throw InvalidArgument(fmt::format("launch environment: expected 0 <= RANK < WORLD_SIZE, 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE, "
-                                      "LOCAL_WORLD_SIZE <= WORLD_SIZE and LOCAL_RANK <= RANK, got {}; start with `fsdp run` or torchrun",
-                                      found(variables)));
+    throw InvalidArgument(
+        fmt::format("launch environment: expected 0 <= RANK < WORLD_SIZE, 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE, "
+                    "LOCAL_WORLD_SIZE <= WORLD_SIZE and LOCAL_RANK <= RANK, got {}; start with `fsdp run` or torchrun",
+                    found(variables)));
   }
   return self;
 }
@@ -91,9 +94,10 @@ LaunchIdentity identify(const Variables& variables, int rank, int world_size) {
   for (const char* name : kTorchrun) set += variables.count(name);
   if (set == 0) return {};
   if (set < kTorchrun.size()) {
-    throw InvalidArgument(fmt::format("launch environment: a part of torchrun's variables is set: {}; set all four or none, or start "
-                                      "with `fsdp run` or torchrun",
-                                      found(variables)));
+    throw InvalidArgument(
+        fmt::format("launch environment: a part of torchrun's variables is set: {}; set all four or none, or start "
+                    "with `fsdp run` or torchrun",
+                    found(variables)));
   }
   return identify_by_torchrun(variables);
 }
@@ -103,7 +107,8 @@ RendezvousSocket rendezvous_socket(const Variables& variables, unsigned user) {
   if (!named.empty()) {
     const std::filesystem::path path(named);
     if (!path.is_absolute() || !path.has_filename()) {
-      throw InvalidArgument(fmt::format("FSDP_RENDEZVOUS: expected the absolute path of a socket in a folder of mode 700, got \"{}\"", named));
+      throw InvalidArgument(fmt::format(
+          "FSDP_RENDEZVOUS: expected the absolute path of a socket in a folder of mode 700, got \"{}\"", named));
     }
     return {path, false};
   }

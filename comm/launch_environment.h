@@ -14,7 +14,7 @@ Variables process_variables();
 
 struct LaunchIdentity {
   int rank = 0, world_size = 1;
-  int local_rank = 0, local_world_size = 1;   // among the ranks of this host
+  int local_rank = 0, local_world_size = 1;  // among the ranks of this host
 };
 
 // The first complete of: the explicit pair (-1 = not given), RANK/WORLD_SIZE/LOCAL_RANK/LOCAL_WORLD_SIZE, a single rank.
@@ -23,12 +23,12 @@ LaunchIdentity identify(const Variables& variables, int rank, int world_size);
 
 // Where the ranks of one host meet.
 struct RendezvousSocket {
-  std::filesystem::path path;       // empty: the variables name no place
-  bool create_directory = false;    // the folder is ours to make
+  std::filesystem::path path;     // empty: the variables name no place
+  bool create_directory = false;  // the folder is ours to make
 };
 
-// FSDP_RENDEZVOUS if set; else, of MASTER_PORT and what torchrun says of the job, a name under $TMPDIR/fsdp-<user>/ that no
-// other job or attempt has.
+// FSDP_RENDEZVOUS if set; else, of MASTER_PORT and what torchrun says of the job, a name under $TMPDIR/fsdp-<user>/ that
+// no other job or attempt has.
 RendezvousSocket rendezvous_socket(const Variables& variables, unsigned user);
 
 }  // namespace fsdp

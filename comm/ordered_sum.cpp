@@ -8,8 +8,8 @@
 namespace fsdp {
 namespace {
 
-// Everything below `run` is always_inline, so that the three entry points each compile it for their own instruction set.
-// CMake builds this file with -O3 -ffp-contract=off: the three then give the same bits.
+// Everything from here to `run` is always_inline, so that its three callers compile it for an instruction set each. CMake
+// builds this file with -O3 -ffp-contract=off: the three then give the same bits.
 #define FSDP_INLINE [[gnu::always_inline]] inline
 
 // Elements per pass: the accumulator stays in the first-level cache while the inputs stream by.
@@ -44,12 +44,14 @@ struct Float16 {
     const std::uint32_t magnitude = value & 0x7fffU;
     const std::uint32_t rebias = 112U << 23;
     const std::uint32_t normal = (magnitude << 13) + rebias + (magnitude >= 0x7c00U ? rebias : 0U);
-    // A subnormal m is m * 2^-24; next to 0.5 the steps of a float are just that wide, so this also holds if the CPU flushes.
+    // A subnormal m is m * 2^-24, and next to 0.5 the steps of a float are just that wide: right even if the CPU flushes.
     const auto subnormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(0x3f000000U + magnitude) - 0.5F);
     const std::uint32_t sign = static_cast<std::uint32_t>(value & 0x8000U) << 16;
     return std::bit_cast<float>((magnitude < 0x0400U ? subnormal : normal) | sign);
   }
-  FSDP_INLINE static std::uint16_t narrow(float value) { return std::bit_cast<std::uint16_t>(static_cast<_Float16>(value)); }
+  FSDP_INLINE static std::uint16_t narrow(float value) {
+    return std::bit_cast<std::uint16_t>(static_cast<_Float16>(value));
+  }
 };
 
 struct Bool : Plain<std::uint8_t> {};
@@ -69,11 +71,11 @@ FSDP_INLINE void store(std::byte* to, std::int64_t i, Value value) {
 template <class Element, ReduceOp op>
 FSDP_INLINE typename Element::Sum combine(typename Element::Sum a, typename Element::Sum b) {
   using Sum = typename Element::Sum;
-  if constexpr (op == ReduceOp::kMax) return a > b || a != a ? a : b;   // a != a: a NaN stays
+  if constexpr (op == ReduceOp::kMax) return a > b || a != a ? a : b;  // a != a: a NaN stays
   if constexpr (op == ReduceOp::kMin) return a < b || a != a ? a : b;
   if constexpr (std::is_same_v<Element, Bool>) return a | b;
   if constexpr (std::is_integral_v<Sum>) {
-    using Unsigned = std::make_unsigned_t<Sum>;   // wraps by definition
+    using Unsigned = std::make_unsigned_t<Sum>;  // wraps by definition
     return static_cast<Sum>(static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
   }
   return static_cast<Sum>(a + b);
@@ -84,8 +86,9 @@ template <class Element, ReduceOp op>
 FSDP_INLINE void fold_block(std::span<const std::byte* const> inputs, std::int64_t begin, std::int64_t numel,
                             typename Element::Sum* sum) {
   for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-    const std::byte* input =
-        inputs[rank] ? inputs[rank] + static_cast<std::size_t>(begin) * sizeof(typename Element::Stored) : kZeros;
+    const std::byte* input = inputs[rank]
+                                 ? inputs[rank] + static_cast<std::size_t>(begin) * sizeof(typename Element::Stored)
+                                 : kZeros;
     if (rank == 0) {
       for (std::int64_t i = 0; i < numel; ++i) sum[i] = Element::widen(load<Element>(input, i));
     } else {
@@ -100,7 +103,7 @@ template <class Element>
 FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
   using Sum = typename Element::Sum;
   alignas(64) Sum sum[kBlockNumel];
-  using Quotient = std::conditional_t<std::is_integral_v<Sum>, std::int64_t, Sum>;   // 128 ranks do not fit an int8
+  using Quotient = std::conditional_t<std::is_integral_v<Sum>, std::int64_t, Sum>;  // 128 ranks do not fit an int8
   const auto divisor = static_cast<Quotient>(request.divisor);
   for (std::int64_t begin = 0; begin < request.numel; begin += kBlockNumel) {
     const std::int64_t numel = std::min(kBlockNumel, request.numel - begin);
@@ -163,27 +166,39 @@ FSDP_INLINE void run(const Work& work, DType dtype) {
 #undef FSDP_INLINE
 
 template <class Work>
-void run_baseline(const Work& work, DType dtype) { run(work, dtype); }
+void run_baseline(const Work& work, DType dtype) {
+  run(work, dtype);
+}
 
 template <class Work>
-[[gnu::target("arch=x86-64-v3")]] void run_v3(const Work& work, DType dtype) { run(work, dtype); }
+[[gnu::target("arch=x86-64-v3")]] void run_v3(const Work& work, DType dtype) {
+  run(work, dtype);
+}
 
 template <class Work>
-[[gnu::target("arch=x86-64-v4,prefer-vector-width=512")]] void run_v4(const Work& work, DType dtype) { run(work, dtype); }
+[[gnu::target("arch=x86-64-v4,prefer-vector-width=512")]] void run_v4(const Work& work, DType dtype) {
+  run(work, dtype);
+}
 
 // Chosen here rather than by target_clones: its resolvers run before a sanitizer is ready for them.
 template <class Work>
-void run_best(const Work& work, DType dtype) {
-  static const auto best = __builtin_cpu_supports("x86-64-v4")   ? run_v4<Work>
-                           : __builtin_cpu_supports("x86-64-v3") ? run_v3<Work>
-                                                                 : run_baseline<Work>;
-  best(work, dtype);
+void run_with(InstructionSet set, const Work& work, DType dtype) {
+  switch (set) {
+    case InstructionSet::kBaseline: return run_baseline(work, dtype);
+    case InstructionSet::kV3: return run_v3(work, dtype);
+    case InstructionSet::kV4: return run_v4(work, dtype);
+  }
 }
 
 }  // namespace
 
-void ordered_sum(const ReduceRequest& request) { run_best(request, request.input_dtype); }
+InstructionSet best_instruction_set() {
+  if (__builtin_cpu_supports("x86-64-v4")) return InstructionSet::kV4;
+  return __builtin_cpu_supports("x86-64-v3") ? InstructionSet::kV3 : InstructionSet::kBaseline;
+}
 
-void ordered_fold(const OrderedFold& fold) { run_best(fold, fold.dtype); }
+void ordered_sum(const ReduceRequest& request, InstructionSet set) { run_with(set, request, request.input_dtype); }
+
+void ordered_fold(const OrderedFold& fold, InstructionSet set) { run_with(set, fold, fold.dtype); }
 
 }  // namespace fsdp

@@ -10,11 +10,15 @@
 
 namespace fsdp {
 
-// output[i] (=|+=) (input[0][i] + ... + input[W-1][i]) / divisor, as ReduceRequest defines it.
-void ordered_sum(const ReduceRequest& request);
+// The levels of the x86-64 ABI that the loops are compiled for: none, AVX2 and AVX-512. REQUIRES one that the CPU has.
+enum class InstructionSet { kBaseline, kV3, kV4 };
+InstructionSet best_instruction_set();
 
-// output[i] = input[0][i] op ... op input[W-1][i], in and out of `dtype`. Sums of fp16, bf16 and fp32 are taken in fp32 and
-// rounded once. Integers wrap; sums of bools are `or`; a NaN makes max and min NaN. output may be one of the inputs.
+// output[i] (=|+=) (input[0][i] + ... + input[W-1][i]) / divisor, as ReduceRequest defines it.
+void ordered_sum(const ReduceRequest& request, InstructionSet set = best_instruction_set());
+
+// output[i] = input[0][i] op ... op input[W-1][i], in and out of `dtype`. Sums of fp16, bf16 and fp32 are taken in fp32
+// and rounded once. Integers wrap; sums of bools are `or`; a NaN makes max and min NaN. output may be one of the inputs.
 struct OrderedFold {
   std::span<const std::byte* const> inputs;
   std::int64_t numel = 0;
@@ -22,6 +26,6 @@ struct OrderedFold {
   ReduceOp op = ReduceOp::kSum;
   std::byte* output = nullptr;
 };
-void ordered_fold(const OrderedFold& fold);
+void ordered_fold(const OrderedFold& fold, InstructionSet set = best_instruction_set());
 
 }  // namespace fsdp

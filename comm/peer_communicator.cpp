@@ -67,16 +67,21 @@ int error_of(const Step& step) {
 }  // namespace
 
 PeerCommunicator::PeerCommunicator(std::unique_ptr<PeerMemory> memory, const Options& options)
-    : backend_(options.backend), owner_(::getpid()), exceptions_(std::uncaught_exceptions()), memory_(std::move(memory)),
+    : backend_(options.backend),
+      owner_(::getpid()),
+      exceptions_(std::uncaught_exceptions()),
+      memory_(std::move(memory)),
       group_(*memory_, options.rank, options.timeout) {}
 
 PeerCommunicator::~PeerCommunicator() {
   if (::getpid() != owner_) return;
-  if (std::uncaught_exceptions() > exceptions_) group_.abort("an exception ended this rank's part of the program; see its own output");
+  if (std::uncaught_exceptions() > exceptions_)
+    group_.abort("an exception ended this rank's part of the program; see its own output");
   group_.leave();
 }
 
 std::uint64_t PeerCommunicator::meet(const Call& call, int status) {
+  group_.throw_if_aborted({call.operation});   // before the half of a meeting that a peer may still read is written over
   const std::uint64_t meeting = group_.next_meeting();
   RankSlot& slot = group_.control().slot(rank());
   slot.calls[meeting % 2] = call;
@@ -91,10 +96,12 @@ void PeerCommunicator::throw_if_calls_differ(std::uint64_t meeting) {
   for (int peer = 1; peer < world_size(); ++peer) {
     const Call& other = group_.control().slot(peer).calls[meeting % 2];
     if (other == first) continue;
-    throw InvalidArgument(fmt::format("collective calls differ: rank 0 is in {}, rank {} in {} (seen on rank {}); every rank must "
-                                      "make the same calls in the same order",
-                                      describe(first), peer, describe(other), rank()),
-                          peer);
+    const std::string text =
+        fmt::format("collective calls differ: rank 0 is in {}, rank {} in {} (seen on rank {}); every rank must "
+                    "make the same calls in the same order",
+                    describe(first), peer, describe(other), rank());
+    group_.abort(text);
+    throw InvalidArgument(text, peer);
   }
 }
 
@@ -103,13 +110,14 @@ void PeerCommunicator::meet_after(const Call& call, int error) {
   for (int peer = 0; peer < world_size(); ++peer) {
     const int status = group_.control().slot(peer).status[meeting % 2];
     if (status == 0) continue;
-    throw MemoryError(fmt::format("allocate of {} bytes per rank failed on rank {}: {}; free memory or shard over more ranks",
-                                  call.bytes, peer, std::generic_category().message(status)),
-                      peer);
+    throw MemoryError(
+        fmt::format("allocate of {} bytes per rank failed on rank {}: {}; free memory or shard over more ranks",
+                    call.bytes, peer, std::generic_category().message(status)),
+        peer);
   }
 }
 
-// One mapping holds all parts: | rank 0 |pad| rank 1 |pad| ...; each part starts on a page, and its own rank touches it first.
+// One mapping holds all parts: | rank 0 |pad| rank 1 |pad| ...; each starts on a page, and its own rank touches it first.
 std::unique_ptr<Segment> PeerCommunicator::allocate(std::size_t bytes) {
   const Call call{Operation::kAllocate, 0, bytes};
   meet(call);
@@ -117,21 +125,21 @@ std::unique_ptr<Segment> PeerCommunicator::allocate(std::size_t bytes) {
   const bool fits = bytes <= std::numeric_limits<std::size_t>::max() / ranks / 2;
   const std::size_t stride = fits ? round_up_to_page(bytes) : 0;
   meet_after(call, !fits ? ENOMEM : error_of([&] {
-    if (rank() == 0) memory_->offer(stride * ranks);
-  }));
+               if (rank() == 0) memory_->offer(stride * ranks);
+             }));
   std::shared_ptr<const MappedMemory> memory;
   meet_after(call, error_of([&] {
-    memory = memory_->collect(stride * ranks);
-    memory->populate(static_cast<std::size_t>(rank()) * stride, bytes);
-  }));
+               memory = memory_->collect(stride * ranks);
+               memory->populate(static_cast<std::size_t>(rank()) * stride, bytes);
+             }));
   return std::make_unique<PeerSegment>(rank(), std::move(memory), bytes);
 }
 
 void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {
   const auto ranks = static_cast<std::size_t>(world_size());
   require(output.size() == ranks * input.size(), rank(),
-          fmt::format("all_gather: expected an output of {} bytes ({} ranks times the input), got {}", ranks * input.size(), ranks,
-                      output.size()));
+          fmt::format("all_gather: expected an output of {} bytes ({} ranks times the input), got {}",
+                      ranks * input.size(), ranks, output.size()));
   const auto part = [&](int peer) { return output.data() + static_cast<std::size_t>(peer) * input.size(); };
   if (!input.empty() && part(rank()) != input.data()) stream_copy(part(rank()), input.data(), input.size());
   std::size_t done = 0;
@@ -156,7 +164,8 @@ void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
     const std::int64_t chunk = std::min(chunk_numel, numel - done);
     const std::size_t bytes = bytes_of(chunk, dtype);
     for (int share = 0; share < world_size() && bytes != 0; ++share) {
-      std::memcpy(own_staging() + static_cast<std::size_t>(share) * bytes, input + bytes_of(share * numel + done, dtype), bytes);
+      std::memcpy(own_staging() + static_cast<std::size_t>(share) * bytes,
+                  input + bytes_of(share * numel + done, dtype), bytes);
     }
     const std::uint64_t meeting = meet(call);
     for (int peer = 0; peer < world_size(); ++peer) {
@@ -185,8 +194,10 @@ void PeerCommunicator::fold_chunk(const Call& call, std::byte* data, std::int64_
   if (numel != 0) std::memcpy(own_staging(), data, bytes_of(numel, dtype));
   const std::uint64_t gathered = meet(call);
   std::vector<const std::byte*> inputs;
-  for (int peer = 0; peer < world_size(); ++peer) inputs.push_back(staging(peer, gathered) + bytes_of(begin_of(rank()), dtype));
-  ordered_fold({inputs, begin_of(rank() + 1) - begin_of(rank()), dtype, op, own_staging() + bytes_of(begin_of(rank()), dtype)});
+  for (int peer = 0; peer < world_size(); ++peer)
+    inputs.push_back(staging(peer, gathered) + bytes_of(begin_of(rank()), dtype));
+  ordered_fold(
+      {inputs, begin_of(rank() + 1) - begin_of(rank()), dtype, op, own_staging() + bytes_of(begin_of(rank()), dtype)});
   const std::uint64_t folded = meet(call);
   for (int peer = 0; peer < world_size(); ++peer) {
     const std::size_t begin = bytes_of(begin_of(peer), dtype), end = bytes_of(begin_of(peer + 1), dtype);
@@ -214,8 +225,8 @@ void PeerCommunicator::gather(const GatherRequest& request) {
   require(request.source != nullptr, rank(), fmt::format("gather of {}: source is null", request.label));
   const std::size_t held = request.source->bytes();
   require(request.offset <= held && request.shard_bytes <= held - request.offset, rank(),
-          fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}", request.label, held,
-                      request.shard_bytes, request.offset));
+          fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}",
+                      request.label, held, request.shard_bytes, request.offset));
   // Starting at a different owner on each rank spreads the readers over the owners' memory.
   for (int i = 0; i < world_size(); ++i) {
     const int peer = (rank() + i) % world_size();
@@ -227,21 +238,24 @@ void PeerCommunicator::gather(const GatherRequest& request) {
 void PeerCommunicator::reduce(const ReduceRequest& request) {
   group_.throw_if_aborted({Operation::kReduce, request.label});
   require(static_cast<int>(request.inputs.size()) == world_size() && request.numel >= 0 && request.divisor > 0, rank(),
-          fmt::format("reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label, world_size(),
-                      request.inputs.size(), request.numel, request.divisor));
+          fmt::format("reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label,
+                      world_size(), request.inputs.size(), request.numel, request.divisor));
   ordered_sum(request);
 }
 
 void PeerCommunicator::read(const Segment& source, int peer, std::size_t offset, std::span<std::byte> output) {
   group_.throw_if_aborted({Operation::kRead});
-  require(peer >= 0 && peer < world_size(), rank(), fmt::format("read: expected a rank in [0, {}), got {}", world_size(), peer));
+  require(peer >= 0 && peer < world_size(), rank(),
+          fmt::format("read: expected a rank in [0, {}), got {}", world_size(), peer));
   require(offset <= source.bytes() && output.size() <= source.bytes() - offset, rank(),
-          fmt::format("read: expected a range within the {} bytes of rank {}'s part, got {} bytes at {}", source.bytes(), peer,
-                      output.size(), offset));
+          fmt::format("read: expected a range within the {} bytes of rank {}'s part, got {} bytes at {}",
+                      source.bytes(), peer, output.size(), offset));
   stream_copy(output.data(), source.peer(peer).data() + offset, output.size());
 }
 
-void PeerCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) { group_.wait_until(ready, what); }
+void PeerCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) {
+  group_.wait_until(ready, what);
+}
 
 void PeerCommunicator::ring() { group_.control().doorbell.ring(); }
 

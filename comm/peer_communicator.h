@@ -18,7 +18,7 @@ class PeerCommunicator final : public Communicator {
   struct Options {
     std::string backend;
     int rank = 0;
-    std::chrono::milliseconds timeout{};   // positive
+    std::chrono::milliseconds timeout{};  // positive
   };
   PeerCommunicator(std::unique_ptr<PeerMemory> memory, const Options& options);
   // Leaves the group; while an exception unwinds this rank, aborts it.
@@ -39,6 +39,7 @@ class PeerCommunicator final : public Communicator {
   void reduce(const ReduceRequest& request) override;
   void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) override;
   void wait_until(const std::function<bool()>& ready, std::string_view what) override;
+  bool awaits(int rank, int other) const override { return group_.awaits(rank, other); }
   void ring() override;
   void abort(const std::string& reason) noexcept override;
   void check() override;
@@ -47,7 +48,12 @@ class PeerCommunicator final : public Communicator {
   // One meeting of all ranks at the same call: returns its number, whose half of every staging area may be read until the
   // next one. Throws InvalidArgument on every rank if the calls differ.
   std::uint64_t meet(const Call& call, int status = 0);
-  std::byte* own_staging() { return group_.control().staging(rank(), group_.next_meeting()); }
+  // Where the coming meeting's data goes. After a failed meeting a peer may still read the one before it, whose half this would be, so
+  // an abort is looked for before anything is written.
+  std::byte* own_staging() {
+    group_.throw_if_aborted({});
+    return group_.control().staging(rank(), group_.next_meeting());
+  }
   const std::byte* staging(int peer, std::uint64_t meeting) { return group_.control().staging(peer, meeting); }
   void throw_if_calls_differ(std::uint64_t meeting);
   // The meeting that ends a step of allocate: MemoryError on every rank if a rank's step failed with an errno.
@@ -55,8 +61,8 @@ class PeerCommunicator final : public Communicator {
   void fold_chunk(const Call& call, std::byte* data, std::int64_t numel, ReduceOp op, DType dtype);
 
   const std::string backend_;
-  const pid_t owner_;               // a forked child must not leave in the name of its parent
-  const int exceptions_;            // in flight when this was made
+  const pid_t owner_;     // a forked child must not leave in the name of its parent
+  const int exceptions_;  // in flight when this was made
   std::unique_ptr<PeerMemory> memory_;
   PeerGroup group_;
 };

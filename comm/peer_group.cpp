@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kLookInterval{50};
 // A rank that has left may still be awaited for what another thread of ours is about to do: once every peer has left, the
 // bell must have been silent this long before a wait is hopeless.
 constexpr std::chrono::seconds kQuiet{1};
-constexpr int kSpins = 300;   // some 10 us: less than a sleep and a wake-up cost
+constexpr int kSpins = 300;  // some 10 us: less than a sleep and a wake-up cost
 
 constexpr std::string_view kRemedy = "nothing further is exchanged; restart from the last checkpoint";
 
@@ -39,7 +39,11 @@ std::string describe(const Activity& activity) {
 }
 
 PeerGroup::PeerGroup(PeerMemory& memory, int rank, std::chrono::milliseconds timeout)
-    : memory_(memory), control_(memory.control()), rank_(rank), timeout_(timeout), spins_(spins_for(control_.world_size())) {}
+    : memory_(memory),
+      control_(memory.control()),
+      rank_(rank),
+      timeout_(timeout),
+      spins_(spins_for(control_.world_size())) {}
 
 void PeerGroup::meet(Operation operation) {
   throw_if_aborted({operation});
@@ -79,7 +83,8 @@ void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& 
 
 void PeerGroup::throw_if_aborted(const Activity& activity) const {
   if (!control_.aborted()) return;
-  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, control_.reason()), control_.culprit());
+  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, control_.reason()),
+                           control_.culprit());
 }
 
 void PeerGroup::check(const Activity& activity) const {
@@ -87,9 +92,10 @@ void PeerGroup::check(const Activity& activity) const {
   for (const int peer : memory_.ended()) {
     if (has_left(peer)) continue;
     fail(activity, peer,
-         fmt::format("{} died during {} (seen by rank {}): it was killed, perhaps for memory (see dmesg), or ended without "
-                     "destroying its Context; {}",
-                     name_of_rank(peer), describe(activity), rank_, kRemedy));
+         fmt::format(
+             "{} died during {} (seen by rank {}): it was killed, perhaps for memory (see dmesg), or ended without "
+             "destroying its Context; {}",
+             name_of_rank(peer), describe(activity), rank_, kRemedy));
   }
 }
 
@@ -101,9 +107,10 @@ void PeerGroup::throw_if_left(const Wait& wait, bool quiet) const {
     ++left;
     if (control_.slot(peer).arrived.load() < wait.meeting) {
       fail(wait.activity, peer,
-           fmt::format("{} has left (its Context was destroyed) while rank {} waits for it in {}; every rank must make the "
-                       "same collective calls; {}",
-                       name_of_rank(peer), rank_, describe(wait.activity), kRemedy));
+           fmt::format(
+               "{} has left (its Context was destroyed) while rank {} waits for it in {}; every rank must make the "
+               "same collective calls; {}",
+               name_of_rank(peer), rank_, describe(wait.activity), kRemedy));
     }
     example = peer;
   }
@@ -124,14 +131,16 @@ void PeerGroup::fail_for_timeout(const Wait& wait) const {
     const bool came = wait.meeting != 0 && slot.arrived.load() >= wait.meeting;
     if (peer == rank_ || came) continue;
     if (culprit < 0) culprit = peer;
-    missing.push_back(fmt::format("{}, last in {}{}", name_of_rank(peer), name_of(slot.operation.load(std::memory_order_relaxed)),
+    missing.push_back(fmt::format("{}, last in {}{}", name_of_rank(peer),
+                                  name_of(slot.operation.load(std::memory_order_relaxed)),
                                   has_left(peer) ? ", has left" : ""));
   }
   const auto seconds = std::chrono::duration<double>(timeout_).count();
   const std::string_view absent = wait.meeting != 0 ? "did not come" : "may be at fault";
   fail(wait.activity, culprit,
-       fmt::format("{} timed out on rank {} after {} s; {}: {}; a rank may be stuck, or make other calls than its peers; {}",
-                   describe(wait.activity), rank_, seconds, absent, fmt::join(missing, "; "), kRemedy));
+       fmt::format(
+           "{} timed out on rank {} after {} s; {}: {}; a rank may be stuck, or make other calls than its peers; {}",
+           describe(wait.activity), rank_, seconds, absent, fmt::join(missing, "; "), kRemedy));
 }
 
 void PeerGroup::fail(const Activity& activity, int culprit, const std::string& reason) const {
@@ -144,7 +153,7 @@ void PeerGroup::fail(const Activity& activity, int culprit, const std::string& r
 void PeerGroup::abort(std::string_view reason) noexcept {
   try {
     control_.abort(rank_, fmt::format("aborted by rank {}: {}", rank_, reason));
-  } catch (const std::exception&) {   // no memory for the prefix
+  } catch (const std::exception&) {  // no memory for the prefix
     control_.abort(rank_, reason);
   }
 }
@@ -155,6 +164,8 @@ void PeerGroup::leave() noexcept {
   control_.doorbell.ring();
 }
 
-std::string PeerGroup::name_of_rank(int rank) const { return fmt::format("rank {} (pid {})", rank, control_.slot(rank).pid); }
+std::string PeerGroup::name_of_rank(int rank) const {
+  return fmt::format("rank {} (pid {})", rank, control_.slot(rank).pid);
+}
 
 }  // namespace fsdp

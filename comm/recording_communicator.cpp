@@ -11,7 +11,8 @@ namespace fsdp {
 namespace {
 
 std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 std::size_t bytes_of(std::int64_t numel, DType dtype) { return static_cast<std::size_t>(numel) * size_of(dtype); }
@@ -24,7 +25,10 @@ std::size_t reduced_size_of(DType dtype) {
 }  // namespace
 
 RecordingCommunicator::RecordingCommunicator(std::shared_ptr<Communicator> inner, FaultPlan faults, OnRecord on_record)
-    : inner_(std::move(inner)), faults_(std::move(faults)), on_record_(std::move(on_record)), matches_(faults_.size()) {}
+    : inner_(std::move(inner)),
+      faults_(std::move(faults)),
+      on_record_(std::move(on_record)),
+      matches_(faults_.size()) {}
 
 template <class Body>
 void RecordingCommunicator::run(CommunicatorRecord record, const Body& body) {
@@ -62,7 +66,8 @@ std::unique_ptr<Segment> RecordingCommunicator::allocate(std::size_t bytes) {
 }
 
 void RecordingCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {
-  run({.operation = "all_gather", .bytes = output.size(), .output = output.data()}, [&] { inner_->all_gather(input, output); });
+  run({.operation = "all_gather", .bytes = output.size(), .output = output.data()},
+      [&] { inner_->all_gather(input, output); });
 }
 
 void RecordingCommunicator::reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) {
@@ -97,7 +102,8 @@ void RecordingCommunicator::reduce(const ReduceRequest& request) {
 }
 
 void RecordingCommunicator::read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) {
-  run({.operation = "read", .bytes = output.size(), .output = output.data()}, [&] { inner_->read(source, rank, offset, output); });
+  run({.operation = "read", .bytes = output.size(), .output = output.data()},
+      [&] { inner_->read(source, rank, offset, output); });
 }
 
 void RecordingCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) {

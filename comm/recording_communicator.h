@@ -33,6 +33,7 @@ class RecordingCommunicator final : public Communicator {
   void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) override;
   void wait_until(const std::function<bool()>& ready, std::string_view what) override;
   // Neither recorded nor hit: they move nothing and wait for nobody.
+  bool awaits(int rank, int other) const override { return inner_->awaits(rank, other); }
   void ring() override { inner_->ring(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void check() override { inner_->check(); }
@@ -47,7 +48,7 @@ class RecordingCommunicator final : public Communicator {
   const FaultPlan faults_;
   const OnRecord on_record_;
   std::mutex mutex_;
-  std::vector<int> matches_;   // of each fault, so far
+  std::vector<int> matches_;  // of each fault, so far
 };
 
 }  // namespace fsdp

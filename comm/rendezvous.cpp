@@ -21,10 +21,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint32_t kMagic = 0x46534450;   // a stranger's message is not taken for a hello
+constexpr std::uint32_t kMagic = 0x46534450;  // a stranger's message is not taken for a hello
 constexpr std::uint32_t kProtocol = 1;
 constexpr std::chrono::milliseconds kRetryInterval{10};
-constexpr char kWelcome = 'W', kRefusal = 'R';   // the first byte of rank 0's answer; a refusal's text follows
+constexpr char kWelcome = 'W', kRefusal = 'R';  // the first byte of rank 0's answer; a refusal's text follows
 
 struct Hello {
   std::uint32_t magic = kMagic, protocol = kProtocol;
@@ -60,7 +60,8 @@ double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration
 // Rank 0's side: the guests that have said who they are, and the strangers that have not.
 class Host {
  public:
-  explicit Host(const MeetingPlace& place) : place_(place), door_(place.socket, place.create_directory), guests_(count()) {}
+  explicit Host(const MeetingPlace& place)
+      : place_(place), door_(place.socket, place.create_directory), guests_(count()) {}
 
   // Returns when all are there; on any error those that are there learn of it.
   std::vector<UniqueFd> admit_all(Meeting& meeting) {
@@ -87,7 +88,7 @@ class Host {
   void wait_for_news(Clock::time_point deadline) {
     std::vector<pollfd> fds{{door_.get(), POLLIN, 0}};
     for (const UniqueFd& stranger : strangers_) fds.push_back({stranger.get(), POLLIN, 0});
-    for (const UniqueFd& guest : guests_) fds.push_back({guest.get(), POLLIN, 0});   // poll ignores -1
+    for (const UniqueFd& guest : guests_) fds.push_back({guest.get(), POLLIN, 0});  // poll ignores -1
     ::poll(fds.data(), fds.size(), milliseconds_until(deadline));
   }
 
@@ -114,14 +115,19 @@ class Host {
 
   void admit(const Hello& hello, UniqueFd& stranger, UniqueFd process, Meeting& meeting) {
     const auto rank = static_cast<std::size_t>(hello.rank);
-    const bool valid = hello.protocol == kProtocol && hello.world_size == place_.world_size && hello.rank > 0 && rank < count();
+    const bool valid = hello.protocol == kProtocol && hello.world_size == place_.world_size && hello.rank > 0 &&
+                       rank < count();
     if (!valid || guests_[rank]) {
       const std::string reason =
-          valid ? fmt::format("rendezvous: two processes say that they are rank {}: pid {} and pid {}; give each its own RANK", rank,
-                              meeting.control->slot(hello.rank).pid, hello.pid)
-                : fmt::format("rendezvous: expected protocol {}, world size {} and a rank in [1, {}), got {}, {} and {} from pid {}; "
-                              "start all ranks with the same build and the same WORLD_SIZE",
-                              kProtocol, place_.world_size, place_.world_size, hello.protocol, hello.world_size, hello.rank, hello.pid);
+          valid ? fmt::format(
+                      "rendezvous: two processes say that they are rank {}: pid {} and pid {}; give each its own RANK",
+                      rank, meeting.control->slot(hello.rank).pid, hello.pid)
+                : fmt::format(
+                      "rendezvous: expected protocol {}, world size {} and a rank in [1, {}), got {}, {} and {} from "
+                      "pid {}; "
+                      "start all ranks with the same build and the same WORLD_SIZE",
+                      kProtocol, place_.world_size, place_.world_size, hello.protocol, hello.world_size, hello.rank,
+                      hello.pid);
       send_message(stranger, kRefusal + reason, {});
       throw InvalidArgument(reason, hello.rank);
     }
@@ -137,7 +143,8 @@ class Host {
     try {
       receive_message(guest);
     } catch (const std::system_error&) {
-      throw CommunicationError(fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
+      throw CommunicationError(
+          fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
     }
   }
 
@@ -150,10 +157,11 @@ class Host {
   }
 
   std::string missing_text() const {
-    return fmt::format("rendezvous at {}: {} of {} ranks came within {} s, missing: rank {}; start them on this host with the same "
-                       "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
-                       place_.socket.string(), arrived_ + 1, place_.world_size, seconds_of(place_.timeout),
-                       fmt::join(missing(), ", "));
+    return fmt::format(
+        "rendezvous at {}: {} of {} ranks came within {} s, missing: rank {}; start them on this host with the same "
+        "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
+        place_.socket.string(), arrived_ + 1, place_.world_size, seconds_of(place_.timeout),
+        fmt::join(missing(), ", "));
   }
 
   void refuse_all(const std::string& reason) {
@@ -164,7 +172,7 @@ class Host {
 
   const MeetingPlace& place_;
   ListeningSocket door_;
-  std::vector<UniqueFd> guests_;   // by rank
+  std::vector<UniqueFd> guests_;  // by rank
   std::vector<UniqueFd> strangers_;
   int arrived_ = 0;
 };
@@ -178,13 +186,14 @@ Meeting host(const MeetingPlace& place) {
   meeting.control->slot(0).pid = ::getpid();
   meeting.processes.resize(static_cast<std::size_t>(place.world_size));
   meeting.processes[0] = own_process();
-  if (place.world_size == 1) return meeting;   // nobody to let in
+  if (place.world_size == 1) return meeting;  // nobody to let in
   meeting.links = Host(place).admit_all(meeting);
   std::vector<int> fds = raw(meeting.processes);
   fds.push_back(control.get());
   for (int rank = 1; rank < place.world_size; ++rank) {
     if (send_patiently(meeting.links[static_cast<std::size_t>(rank)], {&kWelcome, 1}, fds)) continue;
-    throw CommunicationError(fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
+    throw CommunicationError(
+        fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
   }
   return meeting;
 }
@@ -193,15 +202,17 @@ UniqueFd knock(const MeetingPlace& place, Clock::time_point deadline) {
   while (true) {
     if (auto link = connect_to(place.socket, place.create_directory)) {
       if (same_user(*link)) return std::move(*link);
-      throw CommunicationError(fmt::format("rendezvous at {}: the listener belongs to another user", place.socket.string()), 0);
+      throw CommunicationError(
+          fmt::format("rendezvous at {}: the listener belongs to another user", place.socket.string()), 0);
     }
     if (Clock::now() >= deadline) break;
     std::this_thread::sleep_for(kRetryInterval);
   }
-  throw CommunicationError(fmt::format("rendezvous at {}: rank {} met no rank 0 within {} s; start rank 0 on this host with the same "
-                                       "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
-                                       place.socket.string(), place.rank, seconds_of(place.timeout)),
-                           0);
+  throw CommunicationError(
+      fmt::format("rendezvous at {}: rank {} met no rank 0 within {} s; start rank 0 on this host with the same "
+                  "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
+                  place.socket.string(), place.rank, seconds_of(place.timeout)),
+      0);
 }
 
 Message hear_answer(const UniqueFd& link, const MeetingPlace& place, Clock::time_point deadline) {
@@ -212,14 +223,16 @@ Message hear_answer(const UniqueFd& link, const MeetingPlace& place, Clock::time
       if (auto message = receive_message(link)) return std::move(*message);
     } catch (const std::system_error& error) {
       if (error.code() != std::errc::connection_reset) throw;
-      throw CommunicationError(fmt::format("rendezvous at {}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
-                                           place.socket.string(), place.rank),
-                               0);
+      throw CommunicationError(
+          fmt::format("rendezvous at {}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
+                      place.socket.string(), place.rank),
+          0);
     }
   }
-  throw CommunicationError(fmt::format("rendezvous at {}: rank 0 did not answer rank {} within {} s; another rank may be missing",
-                                       place.socket.string(), place.rank, seconds_of(place.timeout)),
-                           0);
+  throw CommunicationError(
+      fmt::format("rendezvous at {}: rank 0 did not answer rank {} within {} s; another rank may be missing",
+                  place.socket.string(), place.rank, seconds_of(place.timeout)),
+      0);
 }
 
 Meeting visit(const MeetingPlace& place) {
@@ -231,11 +244,13 @@ Meeting visit(const MeetingPlace& place) {
   const Hello hello{.rank = place.rank, .world_size = place.world_size, .pid = ::getpid()};
   const UniqueFd process = own_process();
   const int fd = process.get();
-  send_patiently(link, {reinterpret_cast<const char*>(&hello), sizeof(hello)}, {&fd, 1});   // if closed, so is the answer
+  send_patiently(link, {reinterpret_cast<const char*>(&hello), sizeof(hello)},
+                 {&fd, 1});  // if closed, so is the answer
   Message answer = hear_answer(link, place, deadline);
   if (answer.bytes[0] == kRefusal) throw CommunicationError("refused by rank 0: " + answer.bytes.substr(1), 0);
   if (answer.bytes[0] != kWelcome || answer.fds.size() != static_cast<std::size_t>(place.world_size) + 1) {
-    throw CommunicationError(fmt::format("rendezvous at {}: rank 0's answer is of another version", place.socket.string()), 0);
+    throw CommunicationError(
+        fmt::format("rendezvous at {}: rank 0's answer is of another version", place.socket.string()), 0);
   }
   meeting.control_memory = MappedMemory(answer.fds.back(), ControlBlock::bytes_for(place.world_size));
   answer.fds.pop_back();

@@ -15,8 +15,8 @@
 namespace fsdp {
 namespace {
 
-// Each allocation is one memfd without a name; rank 0 sends it over its sockets and every rank maps it. The kernel frees it
-// when the last rank has unmapped it or died.
+// Each allocation is one memfd without a name; rank 0 sends it over its sockets and every rank maps it. The kernel frees
+// it when the last rank has unmapped it or died.
 class ShmMemory final : public PeerMemory {
  public:
   ShmMemory(Meeting meeting, int rank) : meeting_(std::move(meeting)), rank_(rank) {}
@@ -60,7 +60,7 @@ class ShmMemory final : public PeerMemory {
 
   Meeting meeting_;
   const int rank_;
-  UniqueFd offered_;   // rank 0's, from offer to collect
+  UniqueFd offered_;  // rank 0's, from offer to collect
 };
 
 }  // namespace
@@ -68,12 +68,14 @@ class ShmMemory final : public PeerMemory {
 std::shared_ptr<Communicator> make_shm_communicator(const MeetingPlace& place) {
   try {
     auto memory = std::make_unique<ShmMemory>(meet_at(place), place.rank);
-    return std::make_shared<PeerCommunicator>(std::move(memory), PeerCommunicator::Options{"shm", place.rank, place.timeout});
+    return std::make_shared<PeerCommunicator>(std::move(memory),
+                                              PeerCommunicator::Options{"shm", place.rank, place.timeout});
   } catch (const std::system_error& error) {
-    throw CommunicationError(fmt::format("rendezvous at {} failed on rank {} of {}: {}; check the folder, its permissions and the limit "
-                                         "on open files",
-                                         place.socket.string(), place.rank, place.world_size, error.what()),
-                             place.rank);
+    throw CommunicationError(
+        fmt::format("rendezvous at {} failed on rank {} of {}: {}; check the folder, its permissions and the limit "
+                    "on open files",
+                    place.socket.string(), place.rank, place.world_size, error.what()),
+        place.rank);
   }
 }
 

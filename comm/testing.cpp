@@ -25,7 +25,8 @@ class PrivateDirectory {
  public:
   PrivateDirectory() {
     std::string name = (std::filesystem::temp_directory_path() / "fsdp-ranks-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw CommunicationError(fmt::format("run_ranks: mkdtemp {}: {}", name, std::generic_category().message(errno)));
+    if (::mkdtemp(name.data()) == nullptr)
+      throw CommunicationError(fmt::format("run_ranks: mkdtemp {}: {}", name, std::generic_category().message(errno)));
     path_ = name;
   }
   ~PrivateDirectory() {
@@ -100,7 +101,8 @@ void run_rank(int rank, int world_size, const Connect& connect, const std::funct
   }
 }
 
-void run_threads(int world_size, const Connect& connect, const std::function<void(Context)>& body, const RunRanksOptions& options) {
+void run_threads(int world_size, const Connect& connect, const std::function<void(Context)>& body,
+                 const RunRanksOptions& options) {
   FirstError first_error;
   {
     std::vector<std::jthread> threads;
@@ -115,18 +117,25 @@ void run_threads(int world_size, const Connect& connect, const std::function<voi
 
 void run_ranks(int world_size, const std::function<void(Context)>& body, const RunRanksOptions& options) {
   if (world_size < 1 || world_size > kMaxWorldSize) {
-    throw InvalidArgument(fmt::format("run_ranks: expected a world size in [1, {}], got {}", kMaxWorldSize, world_size));
+    throw InvalidArgument(
+        fmt::format("run_ranks: expected a world size in [1, {}], got {}", kMaxWorldSize, world_size));
   }
   if (options.timeout.count() <= 0) {
     throw InvalidArgument(fmt::format("run_ranks: expected a positive timeout, got {} ms", options.timeout.count()));
   }
   if (options.backend == "thread") {
     auto communicators = make_thread_communicators(world_size, options.timeout);
-    run_threads(world_size, [&](int rank) { return std::move(communicators[static_cast<std::size_t>(rank)]); }, body, options);
+    run_threads(
+        world_size, [&](int rank) { return std::move(communicators[static_cast<std::size_t>(rank)]); }, body, options);
   } else if (options.backend == "shm") {
     const PrivateDirectory directory;
     const auto socket = directory.path() / "rendezvous";
-    run_threads(world_size, [&](int rank) { return make_shm_communicator({socket, false, rank, world_size, options.timeout}); }, body, options);
+    run_threads(
+        world_size,
+        [&](int rank) {
+          return make_shm_communicator({socket, false, rank, world_size, options.timeout});
+        },
+        body, options);
   } else {
     throw InvalidArgument(fmt::format("run_ranks: expected backend thread or shm, got \"{}\"", options.backend));
   }

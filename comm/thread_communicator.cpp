@@ -19,7 +19,7 @@ struct ThreadGroup {
 
   MappedMemory memory;
   ControlBlock& control;
-  std::weak_ptr<const MappedMemory> offered;   // weak: the ranks' handles alone keep a segment
+  std::weak_ptr<const MappedMemory> offered;  // weak: the ranks' handles alone keep a segment
 };
 
 class ThreadMemory final : public PeerMemory {
@@ -44,12 +44,13 @@ class ThreadMemory final : public PeerMemory {
 
  private:
   std::shared_ptr<ThreadGroup> group_;
-  std::shared_ptr<const MappedMemory> own_offer_;   // rank 0's, from offer to collect
+  std::shared_ptr<const MappedMemory> own_offer_;  // rank 0's, from offer to collect
 };
 
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int world_size, std::chrono::milliseconds timeout) {
+std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int world_size,
+                                                                     std::chrono::milliseconds timeout) {
   const auto group = std::make_shared<ThreadGroup>(world_size);
   std::vector<std::shared_ptr<Communicator>> communicators;
   for (int rank = 0; rank < world_size; ++rank) {

@@ -19,7 +19,9 @@ namespace {
 
 constexpr std::size_t kMaxFds = kMaxWorldSize + 1;
 
-[[noreturn]] void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
 UniqueFd make_socket() {
   UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -34,7 +36,8 @@ sockaddr_un address_in(const UniqueFd& directory, const std::string& name) {
   address.sun_family = AF_UNIX;
   const std::string path = fmt::format("/proc/self/fd/{}/{}", directory.get(), name);
   if (path.size() >= sizeof(address.sun_path)) {
-    throw InvalidArgument(fmt::format("rendezvous socket name is too long: expected at most 60 characters, got {} ({})", name.size(), name));
+    throw InvalidArgument(fmt::format("rendezvous socket name is too long: expected at most 60 characters, got {} ({})",
+                                      name.size(), name));
   }
   std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
   return address;
@@ -45,9 +48,28 @@ int try_connect(const UniqueFd& socket, const sockaddr_un& address) {
   return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ? 0 : errno;
 }
 
+// Frees a name that a killed process has left behind. Anything else under that name is somebody's and stays.
+void remove_stale(const UniqueFd& directory, const std::string& name, const std::filesystem::path& path) {
+  struct stat status {};
+  if (::fstatat(directory.get(), name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISSOCK(status.st_mode)) {
+    throw InvalidArgument(
+        fmt::format("rendezvous socket {}: expected a socket or nothing, got another kind of file; "
+                    "name another path with FSDP_RENDEZVOUS",
+                    path.string()));
+  }
+  if (try_connect(make_socket(), address_in(directory, name)) != ECONNREFUSED) {
+    throw InvalidArgument(
+        fmt::format("rendezvous socket {}: rank 0 of another job listens there; end that job, or give "
+                    "this one its own FSDP_RENDEZVOUS or MASTER_PORT",
+                    path.string()));
+  }
+  ::unlinkat(directory.get(), name.c_str(), 0);
+}
+
 std::vector<UniqueFd> take_fds(const msghdr& header) {
   std::vector<UniqueFd> fds;
-  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(const_cast<msghdr*>(&header), part)) {
+  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr;
+       part = CMSG_NXTHDR(const_cast<msghdr*>(&header), part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
     const std::size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
     for (std::size_t i = 0; i < count; ++i) {
@@ -114,29 +136,26 @@ UniqueFd open_private_directory(const std::filesystem::path& directory, bool cre
   if (create && ::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) throw_errno("mkdir " + directory.string());
   UniqueFd fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (!fd) throw_errno("open of the rendezvous folder " + directory.string());
-  struct stat status{};
+  struct stat status {};
   if (::fstat(fd.get(), &status) != 0) throw_errno("fstat " + directory.string());
   if (status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) {
-    throw InvalidArgument(fmt::format("rendezvous folder {}: expected owner {} and mode 700, got owner {} and mode {:o}; chmod 700 it, "
-                                      "or name another with FSDP_RENDEZVOUS",
-                                      directory.string(), ::geteuid(), status.st_uid, status.st_mode & 0777));
+    throw InvalidArgument(
+        fmt::format("rendezvous folder {}: expected owner {} and mode 700, got owner {} and mode {:o}; chmod 700 it, "
+                    "or name another with FSDP_RENDEZVOUS",
+                    directory.string(), ::geteuid(), status.st_uid, status.st_mode & 0777));
   }
   return fd;
 }
 
 ListeningSocket::ListeningSocket(const std::filesystem::path& path, bool create_directory)
-    : directory_(open_private_directory(path.parent_path(), create_directory)), name_(path.filename()), socket_(make_socket()) {
+    : directory_(open_private_directory(path.parent_path(), create_directory)),
+      name_(path.filename()),
+      socket_(make_socket()) {
   const sockaddr_un address = address_in(directory_, name_);
   const auto bind = [&] { return ::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)); };
   if (bind() != 0) {
     if (errno != EADDRINUSE) throw_errno("bind " + path.string());
-    if (try_connect(make_socket(), address) != ECONNREFUSED) {
-      throw InvalidArgument(fmt::format("rendezvous socket {}: rank 0 of another job listens there; end that job, or give this one "
-                                        "its own FSDP_RENDEZVOUS or MASTER_PORT",
-                                        path.string()));
-    }
-    // Nobody listens: its maker was killed.
-    ::unlinkat(directory_.get(), name_.c_str(), 0);
+    remove_stale(directory_, name_, path);
     if (bind() != 0) throw_errno("bind " + path.string());
   }
   if (::listen(socket_.get(), kMaxWorldSize) != 0) throw_errno("listen " + path.string());

@@ -30,8 +30,8 @@ Sent send_message(const UniqueFd& socket, std::string_view bytes, std::span<cons
 // Never blocks: nothing if no message has come yet. A closed other end is std::errc::connection_reset.
 std::optional<Message> receive_message(const UniqueFd& socket);
 
-// A folder that only this user can enter, opened so that nobody can exchange it under our hands. Throws InvalidArgument if it
-// belongs to others or lets them in; makes it if `create`, else it must be there.
+// A folder that only this user can enter, opened so that nobody can exchange it under our hands. Throws InvalidArgument
+// if it belongs to others or lets them in; makes it if `create`, else it must be there.
 UniqueFd open_private_directory(const std::filesystem::path& directory, bool create);
 
 // A socket listening under a name in such a folder. A name left behind by a dead process is taken over; one that a living

@@ -76,9 +76,6 @@ void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 const void* install_gradient_hook(const at::Tensor& parameter, std::shared_ptr<GradientHook> hook) {
-  if (installed_gradient_hook(parameter) != nullptr) {
-    throw InvalidArgument("the parameter has a post-accumulate-grad hook already, and a tensor has room for one; remove it before fsdp::shard");
-  }
   auto adapter = std::make_unique<HookAdapter>(std::move(hook));
   const void* identity = adapter.get();
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(adapter));

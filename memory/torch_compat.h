@@ -43,7 +43,7 @@ class GradientHook {
   virtual ~GradientHook() = default;
   virtual void on_gradient(const at::Tensor& parameter) = 0;
 };
-// Puts the hook in the tensor's one post-accumulate slot; returns what identifies it there. Throws InvalidArgument if the slot is taken.
+// Puts the hook in the tensor's one post-accumulate slot; returns what identifies it there. REQUIRES an empty slot.
 const void* install_gradient_hook(const at::Tensor& parameter, std::shared_ptr<GradientHook> hook);
 const void* installed_gradient_hook(const at::Tensor& parameter);
 void remove_gradient_hook(const at::Tensor& parameter);

@@ -34,7 +34,8 @@ class StorageOwner {
   // An operator meets the placeholder of a gradient: an accumulation (`added` is defined), a clearing (it is not), or anything else (throws).
   virtual void accumulate_gradient(PagedStorage& storage, const at::Tensor& added) = 0;
   virtual void clear_gradient(PagedStorage& storage) = 0;
-  virtual std::string parameter_name(const PagedStorage& storage, std::int64_t offset) const = 0;
+  // Of which parameter a view of the storage is a part; for errors.
+  virtual std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const = 0;
 };
 
 class PagedStorage final : public c10::StorageImpl {

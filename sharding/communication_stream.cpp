@@ -90,8 +90,11 @@ void CommunicationStream::fail(std::exception_ptr error, const std::string& what
   std::string text = what + " failed";
   try {
     std::rethrow_exception(error);
+  } catch (const CommunicationError& e) {
+    text = fmt::format("{}: {}", what, e.what());   // `what` names rank and step
+    error = std::make_exception_ptr(CommunicationError(text, e.rank()));
   } catch (const std::exception& e) {
-    text = fmt::format("rank {}: {}: {}", communicator_.rank(), what, e.what());
+    text = fmt::format("{}: {}", what, e.what());
   } catch (...) {
   }
   communicator_.abort(text);

@@ -31,6 +31,13 @@ std::string EngineCore::describe(std::string_view operation, int unit) const {
   return fmt::format("{} of unit {} (rank {}, step {})", operation, unit_name(unit), context.rank(), step.load());
 }
 
+bool EngineCore::wait_is_over(int slot, std::chrono::steady_clock::time_point began) const {
+  // Far longer than ranks that do alike are apart. A peer that is blocked where the engine cannot see it, in a call outside of the library,
+  // costs memory after this, never a hang.
+  constexpr std::chrono::seconds kPatience{5};
+  return slots.is_drained(slot) || mailbox.is_deadlocked() || std::chrono::steady_clock::now() - began > kPatience;
+}
+
 void EngineCore::check() const {
   stream.check();
   communicator().check();

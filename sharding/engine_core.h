@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -32,6 +33,8 @@ struct EngineCore {
   const std::string& unit_name(int unit) const { return model.units[static_cast<std::size_t>(unit)].name; }
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.
   std::string describe(std::string_view operation, int unit) const;
+  // A wait for a slot to drain need not go on: it has drained, or an overflow buffer is to be taken.
+  bool wait_is_over(int slot, std::chrono::steady_clock::time_point began) const;
   // Throws the first failure of the stream or of any rank.
   void check() const;
   // Blocks until `done`, with `lock` (of `mutex`) let go meanwhile.

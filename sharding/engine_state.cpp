@@ -30,8 +30,13 @@ class EngineHook final : public GradientHook {
 EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units, const ShardOptions& options)
     : module_(std::move(module)), options_(options), core_(context, std::move(units), options.prefetch, this), pager_(core_),
       reducer_(core_, pager_), hook_(std::make_shared<EngineHook>(*this)), gradients_(core_.model.parameters.size()) {
-  broadcast_parameters();
-  core_.model.take_over(hook_);
+  try {
+    broadcast_parameters();
+    core_.model.take_over(hook_);
+  } catch (...) {
+    core_.model.release();   // no tensor may keep a storage whose owner is gone
+    throw;
+  }
 }
 
 EngineState::~EngineState() {
@@ -83,9 +88,10 @@ void EngineState::begin_step() {
 }
 
 // NOTE [Writes to parameters]
-// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) runs on every rank: all gather the old values, all write their resident copy, each
-// copies its own range back to its shard. The barriers keep a rank from gathering a mixture; the resident copies are dropped,
-// since ranks may have written different values (random initialisation) and the shards decide.
+// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective: all ranks gather the old values, all write their resident
+// copy, then the owner of each element takes its own new value, or, where it has changed nothing, that of the lowest rank that has
+// (max_norm scales the rows that a rank looks up, whoever owns them). The resident copies are dropped: ranks may have written
+// different values (random initialisation), and the shards decide.
 void EngineState::acquire(const OperatorUse& use) {
   const std::vector<int> units = units_of(use);
   {
@@ -114,13 +120,39 @@ void EngineState::release(const OperatorUse& use, bool completed) {
       engine.pager_.release(units, discard);
     }
   } const unpin{*this, units, use.writes};
-  if (!use.writes || !completed) return;
+  if (use.writes && completed) guarded(use.name, [&] { write_back(use); });
+}
+
+void EngineState::write_back(const OperatorUse& use) {
+  std::size_t bytes = 0;
+  for (const PagedStorage* storage : use.storages) bytes += storage->nbytes();
+  // A slot may be private overflow, so what was written is put where all can read it.
+  const std::unique_ptr<Segment> written = core_.communicator().allocate(bytes);
+  std::size_t offset = 0;
   for (const PagedStorage* storage : use.storages) {
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
-    const std::byte* flat = static_cast<const std::byte*>(storage->data());
-    std::memcpy(core_.parameter_shard(group), flat + static_cast<std::size_t>(context().rank()) * group.shard_bytes(), group.shard_bytes());
+    std::memcpy(written->local().data() + offset, storage->data(), storage->nbytes());
+    offset += storage->nbytes();
   }
-  guarded(use.name, [&] { core_.communicator().barrier(); });
+  core_.communicator().barrier();
+  offset = 0;
+  for (const PagedStorage* storage : use.storages) {
+    merge_written(core_.model.groups[static_cast<std::size_t>(storage->index())], *written, offset);
+    offset += storage->nbytes();
+  }
+  core_.communicator().barrier();
+}
+
+void EngineState::merge_written(const FlatGroup& group, const Segment& written, std::size_t offset) {
+  const std::size_t share = offset + static_cast<std::size_t>(context().rank()) * group.shard_bytes();
+  std::vector<const std::byte*> copies{written.local().data() + share};
+  for (int rank = 0; rank < context().world_size(); ++rank) copies.push_back(written.peer(rank).data() + share);
+  const std::size_t element_bytes = size_of(group.dtype);
+  std::byte* shard = core_.parameter_shard(group);
+  for (std::size_t at = 0; at < group.shard_bytes(); at += element_bytes) {
+    const auto changed = std::find_if(copies.begin(), copies.end(),
+                                      [&](const std::byte* copy) { return std::memcmp(copy + at, shard + at, element_bytes) != 0; });
+    if (changed != copies.end()) std::memcpy(shard + at, *changed + at, element_bytes);
+  }
 }
 
 void EngineState::accumulate_gradient(PagedStorage& storage, const at::Tensor& added) {
@@ -133,7 +165,24 @@ void EngineState::clear_gradient(PagedStorage& storage) {
   gradients_[static_cast<std::size_t>(storage.index())].cleared = true;
 }
 
-std::string EngineState::parameter_name(const PagedStorage& storage, std::int64_t offset) const { return core_.model.parameter_name(storage, offset); }
+std::string EngineState::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const { return core_.model.parameter_name(storage, tensor); }
+
+void EngineState::rethrow_to_all(std::string_view operation) {
+  const auto in_context = [&](std::string_view text) { return fmt::format("{} (rank {}, step {}): {}", operation, context().rank(), core_.step.load(), text); };
+  try {
+    throw;
+  } catch (const CommunicationError& error) {
+    const std::string text = in_context(error.what());
+    core_.communicator().abort(text);
+    throw CommunicationError(text, error.rank());
+  } catch (const Error& error) {
+    if (error.id() == ErrorId::kMemory || error.id() == ErrorId::kDevice) core_.communicator().abort(in_context(error.what()));
+    throw;
+  } catch (const std::exception& error) {
+    core_.communicator().abort(in_context(error.what()));
+    throw;
+  }
+}
 
 void EngineState::on_gradient(const at::Tensor& tensor) {
   const ShardedParameter& p = core_.model.parameter_of(tensor);
@@ -142,8 +191,9 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
   if (!grad.defined()) return;
   std::unique_lock lock(core_.mutex);
   begin_step();
+  core_.model.check_identity(p);   // a conversion reads each parameter before it replaces it, so the step had begun
   GradientSlot& slot = gradients_[index];
-  const bool was_placeholder = grad.is_same(p.placeholder);
+  const bool was_placeholder = p.is_placeholder(grad);
   at::Tensor gradient = was_placeholder ? std::exchange(slot.delivered, at::Tensor()) : std::exchange(grad, p.placeholder);
   if (!gradient.defined()) return;
   const auto refuse = [&](std::string_view what, std::string_view remedy) {
@@ -173,7 +223,7 @@ std::vector<bool> EngineState::used_here() const {
   std::vector<bool> used(gradients_.size());
   for (std::size_t i = 0; i < used.size(); ++i) {
     const ShardedParameter& p = core_.model.parameters[i];
-    used[i] = gradients_[i].taken && !gradients_[i].cleared && p.tensor.grad().is_same(p.placeholder);
+    used[i] = gradients_[i].taken && !gradients_[i].cleared && p.is_placeholder(p.tensor.grad());
   }
   return used;
 }

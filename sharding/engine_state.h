@@ -31,7 +31,7 @@ class EngineState final : public StorageOwner {
   void release(const OperatorUse& use, bool completed) override;
   void accumulate_gradient(PagedStorage& storage, const at::Tensor& added) override;
   void clear_gradient(PagedStorage& storage) override;
-  std::string parameter_name(const PagedStorage& storage, std::int64_t offset) const override;
+  std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const override;
 
   void on_gradient(const at::Tensor& parameter);
 
@@ -61,6 +61,8 @@ class EngineState final : public StorageOwner {
 
   std::vector<int> units_of(const OperatorUse& use) const;
   void begin_step();
+  void write_back(const OperatorUse& use);
+  void merge_written(const FlatGroup& group, const Segment& written, std::size_t offset);
   void broadcast_parameters();
   std::vector<bool> used_here() const;
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
@@ -71,11 +73,12 @@ class EngineState final : public StorageOwner {
   auto guarded(std::string_view operation, const Body& body) -> decltype(body()) {
     try {
       return body();
-    } catch (const CommunicationError& error) {
-      core_.communicator().abort(std::string(operation) + ": " + error.what());
-      throw;
+    } catch (...) {
+      rethrow_to_all(operation);
     }
   }
+  // A refusal (InvalidArgument, CheckpointError, kNonFinite) comes on every rank by itself. Anything else is this rank's own, so the group is aborted.
+  [[noreturn]] void rethrow_to_all(std::string_view operation);
   const Context& context() const { return core_.context; }
   ShardView view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const;
   void fetch(const ShardedParameter& p, std::span<std::byte> bytes) const;

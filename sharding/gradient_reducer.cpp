@@ -71,7 +71,7 @@ bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round
     const Slots::Drain drain = core_.slots.drain_of(slot);
     core_.mailbox.set_waiting(drain.unit, drain.generation);
     lock.unlock();
-    core_.communicator().wait_until([&] { return core_.slots.is_drained(slot) || core_.mailbox.is_deadlocked(); },
+    core_.communicator().wait_until([&, began = std::chrono::steady_clock::now()] { return core_.wait_is_over(slot, began); },
                                     core_.describe("the buffer for gradients", round.unit));
     lock.lock();
     core_.mailbox.set_running();
@@ -244,11 +244,9 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
   }
   for (std::size_t p = 0; p < used_.size(); ++p) own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
-  core_.mailbox.set_settling();
   lock.unlock();
   core_.communicator().all_gather(own, all);
   lock.lock();
-  core_.mailbox.set_running();
 
   std::vector<std::uint64_t> generations(units_.size());
   std::fill(used_.begin(), used_.end(), false);

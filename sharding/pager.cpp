@@ -130,7 +130,8 @@ void Pager::start_gather(int unit, int slot) {
   if (slot == kNoSlot || !core_.slots.is_free(slot)) slot = core_.slots.find_free();
   residency.slot = slot;
   if (slot != kNoSlot) core_.slots.take(slot);
-  core_.stream.enqueue({.ready = [this, slot] { return slot == kNoSlot || core_.slots.is_drained(slot) || core_.mailbox.is_deadlocked(); },
+  const auto began = std::chrono::steady_clock::now();
+  core_.stream.enqueue({.ready = [this, slot, began] { return slot == kNoSlot || core_.wait_is_over(slot, began); },
                         .run = [this, unit] { run_gather(unit); },
                         .what = core_.describe("gather", unit)});
 }

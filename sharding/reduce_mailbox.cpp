@@ -12,9 +12,9 @@ struct ReduceMailbox::Entry {
   std::uint64_t location;
 };
 
-// A waiting word: 0 = running, all ones = settling, else the unit and generation waited for.
+// A waiting word: 0 = running, else the unit and generation waited for.
 namespace {
-constexpr std::uint64_t kRunning = 0, kSettling = ~std::uint64_t{0};
+constexpr std::uint64_t kRunning = 0;
 constexpr int kGenerationBits = 40;
 }  // namespace
 
@@ -65,8 +65,6 @@ void ReduceMailbox::set_waiting(int unit, std::uint64_t generation) {
   set_word(static_cast<std::uint64_t>(unit + 1) << kGenerationBits | generation);
 }
 
-void ReduceMailbox::set_settling() { set_word(kSettling); }
-
 void ReduceMailbox::set_running() { set_word(kRunning); }
 
 void ReduceMailbox::set_word(std::uint64_t word) {
@@ -78,8 +76,9 @@ void ReduceMailbox::set_word(std::uint64_t word) {
 
 // Whether `rank`, whose waiting word is `word`, cannot go on before `other` does.
 bool ReduceMailbox::waits_for(int rank, int other, std::uint64_t word) const {
-  if (word == kRunning || rank == other) return false;
-  if (word == kSettling) return Board(segment_->peer(other), units_).waiting().load(std::memory_order_acquire) != kSettling;
+  if (rank == other) return false;
+  if (communicator_.awaits(rank, other)) return true;
+  if (word == kRunning) return false;
   const int unit = static_cast<int>(word >> kGenerationBits) - 1;
   const std::uint64_t generation = word & ((std::uint64_t{1} << kGenerationBits) - 1);
   // A peer that has published further has published this one too.

@@ -7,8 +7,9 @@
 //
 // NOTE [Waiting for a slot]
 // A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the ranks that have not published
-// it go on; ranks that run units in different orders may wait for each other. Each rank sees all the others' words, finds
+// it go on; ranks that run units in different orders may wait for each other, or in a collective. Each rank sees all the others' words, finds
 // the circle, and takes an overflow buffer instead. So memory stays bounded where ranks do alike, and nothing hangs where they do not.
+// A rank that is blocked outside of the library is not seen; for that the wait has an end of its own (EngineCore::wait_is_over).
 #pragma once
 
 #include <cstdint>
@@ -31,9 +32,8 @@ class ReduceMailbox {
   void consume(int unit, std::uint64_t generation);
   bool is_drained(int unit, std::uint64_t generation) const;     // by every rank
 
-  // What this rank's program waits for: a generation to be drained, or the other ranks at a settlement; or nothing.
+  // What this rank's program waits for: a generation to be drained, or nothing.
   void set_waiting(int unit, std::uint64_t generation);
-  void set_settling();
   void set_running();
   // This rank waits, and no rank that could end the wait will go on before it does.
   bool is_deadlocked() const;

@@ -23,8 +23,8 @@ void check_shardable(const NamedParameter& parameter, const std::unordered_map<c
   if (!tensor.device().is_cpu()) refuse(fmt::format("is on {}", tensor.device().str()), "expected the CPU: this build has no other device");
   if (carries_touch_key(tensor)) refuse("is sharded already", "one engine holds a module's parameters");
   if (!tensor.is_non_overlapping_and_dense()) refuse("overlaps itself or has holes", "give the module a contiguous() copy");
-  if (const auto other = storages.find(tensor.storage().unsafeGetStorageImpl()); other != storages.end()) {
-    refuse(fmt::format("shares its storage with parameter {}", other->second), "tie parameters by registering the same tensor twice, not by a view of it");
+  if (const std::string& owner = storages.at(tensor.storage().unsafeGetStorageImpl()); owner != parameter.name) {
+    refuse(fmt::format("shares its storage with parameter {}", owner), "tie parameters by registering the same tensor twice, not by a view of it");
   }
   if (tensor.storage().use_count() != 1) {
     refuse("shares its storage with a tensor outside the module (a view or detached copy that is still held)",
@@ -32,6 +32,10 @@ void check_shardable(const NamedParameter& parameter, const std::unordered_map<c
   }
   if (tensor.requires_grad() && !tensor.is_leaf()) refuse("is not a leaf of the graph", "register a detached tensor");
   if (tensor.grad().defined()) refuse("has a gradient already", "call zero_grad() before fsdp::shard");
+  if (tensor.is_complex() || tensor.is_quantized()) refuse(fmt::format("is {}", c10::toString(tensor.scalar_type())), "keep such a tensor as a buffer");
+  if (tensor.requires_grad() && installed_gradient_hook(tensor) != nullptr) {
+    refuse("has a post-accumulate-grad hook already", "a tensor has room for one and the engine needs it: remove it before fsdp::shard");
+  }
 }
 
 }  // namespace
@@ -40,9 +44,11 @@ ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communi
   std::unordered_map<const void*, std::string> storages;
   for (const CutUnit& unit : cut) {
     for (const NamedParameter& parameter : unit.parameters) {
-      check_shardable(parameter, storages);
-      storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
+      if (parameter.tensor.has_storage()) storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
     }
+  }
+  for (const CutUnit& unit : cut) {
+    for (const NamedParameter& parameter : unit.parameters) check_shardable(parameter, storages);
   }
   for (CutUnit& unit : cut) add_unit(std::move(unit));
   lay_out(communicator.world_size(), communicator.rank());
@@ -71,6 +77,8 @@ void ShardedModel::add_unit(CutUnit unit) {
     parameter.name = std::move(named.name);
     parameter.tied_names = std::move(named.tied_names);
     parameter.tensor = std::move(named.tensor);
+    parameter.sizes = parameter.tensor.sizes().vec();
+    parameter.strides = parameter.tensor.strides().vec();
     parameter.dtype = dtype;
     parameter.unit = unit_index;
     parameter.group = group->second;
@@ -169,32 +177,42 @@ void ShardedModel::release() {
 }
 
 void ShardedModel::check_identity() const {
-  for (const ShardedParameter& p : parameters) {
-    const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
-    const auto refuse = [&](const char* found, const char* remedy) {
-      throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name, units[static_cast<std::size_t>(p.unit)].name, found, remedy));
-    };
-    if (p.tensor.storage().unsafeGetStorageImpl() != group.storage.get() || !carries_touch_key(p.tensor) ||
-        p.tensor.storage_offset() != group.layout->parameters()[p.index_in_group].offset) {
-      refuse("was given other storage (torch::load, Module::to or set_data)",
-             "load and convert the module before fsdp::shard, or use fsdp::Engine::resume and load_consolidated");
-    }
-    if (p.trainable_index >= 0 && installed_gradient_hook(p.tensor) != p.hook) {
-      refuse("had its gradient hook replaced", "a tensor has one post-accumulate-grad slot and the engine needs it");
-    }
-    if (p.trainable_index < 0 && p.tensor.requires_grad()) {
-      refuse("was set to require grad", "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
-    }
+  for (const ShardedParameter& p : parameters) check_identity(p);
+}
+
+void ShardedModel::check_identity(const ShardedParameter& p) const {
+  const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
+  const auto refuse = [&](const char* found, const char* remedy) {
+    throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name, units[static_cast<std::size_t>(p.unit)].name, found, remedy));
+  };
+  if (p.tensor.storage().unsafeGetStorageImpl() != group.storage.get() || !carries_touch_key(p.tensor) ||
+      p.tensor.storage_offset() != group.layout->parameters()[p.index_in_group].offset) {
+    refuse("was given other storage (torch::load, Module::to or set_data)",
+           "load and convert the module before fsdp::shard, or use fsdp::Engine::resume and load_consolidated");
+  }
+  // The storage cannot tell: an out= operator resizes the parameter it writes, and the next gradient would have that shape.
+  if (p.tensor.sizes() != at::IntArrayRef(p.sizes) || p.tensor.strides() != at::IntArrayRef(p.strides)) {
+    refuse("was given another shape (an out= operator resizes what it writes)", "give out= operators results of the parameter's own shape");
+  }
+  if (p.trainable_index >= 0 && installed_gradient_hook(p.tensor) != p.hook) {
+    refuse("had its gradient hook replaced", "a tensor has one post-accumulate-grad slot and the engine needs it");
+  }
+  if (p.trainable_index < 0 && p.tensor.requires_grad()) {
+    refuse("was set to require grad", "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
   }
 }
 
-std::string ShardedModel::parameter_name(const PagedStorage& storage, std::int64_t offset) const {
+std::string ShardedModel::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const {
   if (storage.role() == PagedStorage::Role::kGradient) return parameters[static_cast<std::size_t>(storage.index())].name;
   const FlatGroup& group = groups[static_cast<std::size_t>(storage.index())];
   std::string name;
   for (const int index : group.parameters) {
     const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
-    if (group.layout->parameters()[p.index_in_group].offset <= offset) name = p.name;
+    const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
+    const bool is_empty = p.tensor.numel() == 0;
+    // A parameter without elements lies where the next one does.
+    if (is_empty && tensor.numel() == 0 && offset == tensor.storage_offset()) return p.name;
+    if (!is_empty && offset <= tensor.storage_offset()) name = p.name;
   }
   return name;
 }

@@ -23,6 +23,7 @@ struct ShardedParameter {
   std::string name;
   std::vector<std::string> tied_names;
   at::Tensor tensor;                                 // the module's own; its data is a view of the group's storage
+  std::vector<std::int64_t> sizes, strides;          // as they were at fsdp::shard
   DType dtype = DType::kFloat32;
   int unit = 0, group = 0;                           // group: index into ShardedModel::groups
   std::size_t index_in_group = 0;
@@ -32,6 +33,10 @@ struct ShardedParameter {
   // What stands in .grad once the gradient has been taken, and its storage; see GradientReducer.
   at::Tensor placeholder;
   c10::intrusive_ptr<PagedStorage> gradient_storage;
+  // `grad` is the placeholder, or what zero_grad(false) makes of it: a detached view.
+  bool is_placeholder(const at::Tensor& grad) const {
+    return grad.defined() && grad.has_storage() && grad.storage().unsafeGetStorageImpl() == gradient_storage.get();
+  }
 };
 
 // The parameters of one unit that share dtype and requires_grad: one flat buffer, gathered in one piece.
@@ -78,8 +83,10 @@ class ShardedModel {
 
   // Throws InvalidArgument by name if a parameter is no longer what take_over made it.
   void check_identity() const;
+  void check_identity(const ShardedParameter& p) const;
   const ShardedParameter& parameter_of(const at::Tensor& tensor) const { return parameters[index_of_.at(tensor.unsafeGetTensorImpl())]; }
-  std::string parameter_name(const PagedStorage& storage, std::int64_t offset) const;
+  // Of which parameter `tensor`, a view of `storage`, is a part.
+  std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const;
 
  private:
   void add_unit(CutUnit unit);

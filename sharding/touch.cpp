@@ -90,7 +90,7 @@ void for_each_touched(const c10::IValue& value, const Visit& visit) {
   throw InvalidArgument(fmt::format(
       "{} of parameter {} is refused: it would give the parameter another storage or shape than the engine's; change the values in place "
       "(copy_, torch::nn::init) under torch::NoGradGuard, or call fsdp::shard afterwards",
-      traits.name, storage.owner() != nullptr ? storage.owner()->parameter_name(storage, tensor.storage_offset()) : "of a closed engine"));
+      traits.name, storage.owner() != nullptr ? storage.owner()->parameter_name(storage, tensor) : "of a closed engine"));
 }
 
 // The storages of one operator, held from acquire() to complete() or destruction, engine by engine.
@@ -177,7 +177,7 @@ void use_gradient(const OperatorTraits& traits, PagedStorage& gradient, torch::j
     throw InvalidArgument(fmt::format(
         "gradients are sharded: {} was given the gradient of parameter {}, of which this rank holds a part only; clip and step through "
         "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
-        traits.name, owner != nullptr ? owner->parameter_name(gradient, 0) : "of a closed engine"));
+        traits.name, owner != nullptr ? owner->parameter_name(gradient, at::Tensor()) : "of a closed engine"));
   }
   at::Tensor self = first.toTensor();
   torch::jit::drop(*stack, count);

@@ -10,9 +10,9 @@ inline constexpr std::int64_t kVocabulary = 256;
 
 struct Config {
   std::int64_t layers = 4;
-  std::int64_t width = 128;     // divisible by heads
+  std::int64_t width = 128;  // divisible by heads
   std::int64_t heads = 4;
-  std::int64_t context = 128;   // bytes that the model sees at once
+  std::int64_t context = 128;  // bytes that the model sees at once
 };
 
 }  // namespace gpt

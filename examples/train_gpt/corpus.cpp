@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kHeldOutEvery = 20;
 constexpr std::size_t kLargestBlock = 32 << 10;
-constexpr std::array<std::string_view, 14> kTextExtensions = {".h",  ".hh", ".hpp", ".hxx", ".c",   ".cc",  ".cpp",
+constexpr std::array<std::string_view, 14> kTextExtensions = {".h",  ".hh",  ".hpp", ".hxx", ".c",   ".cc", ".cpp",
                                                               ".cu", ".cuh", ".cxx", ".py",  ".txt", ".md", ".rst"};
 
 // A counter-based generator (the finaliser of SplitMix64, applied to each coordinate in turn): any draw of any step is
@@ -31,17 +31,20 @@ std::uint64_t mix(std::uint64_t x) {
 }
 
 std::uint64_t draw(std::int64_t seed, std::int64_t step, std::int64_t row) {
-  return mix(mix(mix(static_cast<std::uint64_t>(seed)) ^ static_cast<std::uint64_t>(step)) ^ static_cast<std::uint64_t>(row));
+  return mix(mix(mix(static_cast<std::uint64_t>(seed)) ^ static_cast<std::uint64_t>(step)) ^
+             static_cast<std::uint64_t>(row));
 }
 
 void append_file(std::string& text, const fs::path& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   const auto bytes = file ? static_cast<std::streamoff>(file.tellg()) : -1;
-  if (bytes < 0) throw DataError(fmt::format("cannot read {}: check --data, and that the file may be read", path.string()));
+  if (bytes < 0)
+    throw DataError(fmt::format("cannot read {}: check --data, and that the file may be read", path.string()));
   const auto old_size = text.size();
   text.resize(old_size + static_cast<std::size_t>(bytes));
   file.seekg(0);
-  if (!file.read(text.data() + old_size, bytes)) throw DataError(fmt::format("reading {} failed half way: expected {} bytes", path.string(), bytes));
+  if (!file.read(text.data() + old_size, bytes))
+    throw DataError(fmt::format("reading {} failed half way: expected {} bytes", path.string(), bytes));
 }
 
 bool is_text(const fs::path& path) {
@@ -58,8 +61,8 @@ std::vector<fs::path> text_files_below(const fs::path& folder) {
   }
   if (error) throw DataError(fmt::format("cannot read folder {}: {}; check --data", folder.string(), error.message()));
   if (files.empty()) {
-    throw DataError(fmt::format("folder {} holds no text: expected files named {}; name other files directly by --data", folder.string(),
-                                fmt::join(kTextExtensions, " ")));
+    throw DataError(fmt::format("folder {} holds no text: expected files named {}; name other files directly by --data",
+                                folder.string(), fmt::join(kTextExtensions, " ")));
   }
   std::sort(files.begin(), files.end());
   return files;
@@ -78,7 +81,8 @@ Corpus Corpus::read(const std::vector<fs::path>& paths, std::int64_t context) {
     for (const auto& file : files) append_file(text, file);
     count += static_cast<std::int64_t>(files.size());
   }
-  if (text.empty()) throw DataError(fmt::format("the {} file(s) of --data are empty: name files that hold text", count));
+  if (text.empty())
+    throw DataError(fmt::format("the {} file(s) of --data are empty: name files that hold text", count));
   Corpus corpus(text, context);
   corpus.files_ = count;
   return corpus;
@@ -91,9 +95,10 @@ Corpus::Corpus(const std::string& text, std::int64_t context) : window_(context 
     (index % kHeldOutEvery == 0 ? held_out_ : train_).append(text, offset, block);
   }
   if (std::min(train_bytes(), held_out_bytes()) < window_) {
-    throw DataError(fmt::format("--context {} is longer than the text: a window takes {} bytes, the text has {} to train on and {} held out; "
-                                "give more --data or a shorter --context",
-                                window_ - 1, window_, train_bytes(), held_out_bytes()));
+    throw DataError(fmt::format(
+        "--context {} is longer than the text: a window takes {} bytes, the text has {} to train on and {} held out; "
+        "give more --data or a shorter --context",
+        window_ - 1, window_, train_bytes(), held_out_bytes()));
   }
 }
 

@@ -26,7 +26,7 @@ struct Windows {
 struct BatchRequest {
   std::int64_t seed = 0;
   std::int64_t step = 0;
-  std::int64_t global_rows = 0;   // divisible by world_size
+  std::int64_t global_rows = 0;  // divisible by world_size
   int rank = 0, world_size = 1;
 };
 

@@ -50,7 +50,8 @@ std::string sample(GPT& model, const SampleOptions& options) {
   auto text = torch::full({1, 1}, static_cast<std::int64_t>('\n'), torch::kLong);
   std::string written;
   for (std::int64_t i = 0; i < options.bytes; ++i) {
-    const auto seen = text.narrow(1, std::max<std::int64_t>(text.size(1) - context, 0), std::min(text.size(1), context));
+    const auto seen = text.narrow(1, std::max<std::int64_t>(text.size(1) - context, 0),
+                                  std::min(text.size(1), context));
     const auto logits = model->forward(seen).select(1, -1).squeeze(0).to(torch::kDouble) / options.temperature;
     const auto cumulative = at::softmax(logits, 0).cumsum(0);
     // Uniform in [0, 1) from the top 53 bits: the same on every standard library.

@@ -23,9 +23,9 @@ constexpr int kFailure = 1, kUsage = 2;
 
 void introduce(const fsdp::Context& context, const Options& options, const Corpus& corpus, Report& report) {
   const auto& model = options.model;
-  report.line(fmt::format("train_gpt  {} layers, width {}, {} heads, context {}; {} rank(s) on {}, {} thread(s) each{}", model.layers,
-                          model.width, model.heads, model.context, context.world_size(), context.backend(), at::get_num_threads(),
-                          options.plain ? "; plain LibTorch" : ""));
+  report.line(fmt::format("train_gpt  {} layers, width {}, {} heads, context {}; {} rank(s) on {}, {} thread(s) each{}",
+                          model.layers, model.width, model.heads, model.context, context.world_size(),
+                          context.backend(), at::get_num_threads(), options.plain ? "; plain LibTorch" : ""));
   report.line(fmt::format("text       {} file(s), {} to train on, {} held out", corpus.files(),
                           format_bytes(static_cast<std::size_t>(corpus.train_bytes())),
                           format_bytes(static_cast<std::size_t>(corpus.held_out_bytes()))));
@@ -35,7 +35,8 @@ void conclude(const Summary& summary, Report& report) {
   if (!summary.sample.empty()) report.passage(summary.sample);
   report.heading("result");
   report.line(fmt::format("  held-out loss {:.6f} nats per byte; knowing nothing gives {:.4f}, pairs of bytes {:.4f}",
-                          summary.held_out_after.value_or(NAN), std::log(static_cast<double>(kVocabulary)), summary.bigram_entropy));
+                          summary.held_out_after.value_or(NAN), std::log(static_cast<double>(kVocabulary)),
+                          summary.bigram_entropy));
 }
 
 void run(const Options& options) {

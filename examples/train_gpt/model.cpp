@@ -28,7 +28,8 @@ AttentionImpl::AttentionImpl(const Config& config)
 
 torch::Tensor AttentionImpl::forward(const torch::Tensor& x) {
   const auto batch = x.size(0), length = x.size(1), width = x.size(2);
-  const auto qkv = qkv_(x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});   // (3, B, heads, T, head width)
+  const auto qkv =
+      qkv_(x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});  // (3, B, heads, T, head width)
   const auto mixed = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.0, /*is_causal=*/true);
   return projection_(mixed.transpose(1, 2).reshape({batch, length, width}));
 }

@@ -13,7 +13,7 @@ namespace gpt {
 class AttentionImpl : public torch::nn::Module {
  public:
   explicit AttentionImpl(const Config& config);
-  torch::Tensor forward(const torch::Tensor& x);   // (B, T, width) -> (B, T, width)
+  torch::Tensor forward(const torch::Tensor& x);  // (B, T, width) -> (B, T, width)
 
  private:
   std::int64_t heads_;

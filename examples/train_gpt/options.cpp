@@ -4,8 +4,8 @@
 #include <cmath>
 #include <numbers>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 namespace gpt {
 
@@ -13,52 +13,54 @@ namespace fs = std::filesystem;
 
 namespace {
 
+template <class T>
+CLI::Option* add(CLI::App& app, const char* flag, const char* type, T& value, const char* text) {
+  return app.add_option(flag, value, text)->type_name(type);
+}
+template <class T>
+CLI::Option* add_with_default(CLI::App& app, const char* flag, const char* type, T& value, const char* text) {
+  return add(app, flag, type, value, text)->capture_default_str();
+}
+
 void declare_training(CLI::App& app, Options& o) {
-  app.add_option("--data", o.data, "Files or folders of text; folders are searched for source code and prose")
-      ->type_name("PATH...")
+  add(app, "--data", "PATH...", o.data, "Files or folders of text; folders are searched for source code and prose")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->default_str(TRAIN_GPT_DEFAULT_DATA_NAME);
-  app.add_option("--strategy", o.strategy, "What each rank keeps a part of: full_shard (parameters, gradients, optimizer state)")
-      ->type_name("NAME")
-      ->capture_default_str();
-  app.add_option("--layers", o.model.layers, "Transformer blocks; each is one unit of sharding")->type_name("N")->capture_default_str();
-  app.add_option("--width", o.model.width, "Width of the residual stream")->type_name("N")->capture_default_str();
-  app.add_option("--heads", o.model.heads, "Attention heads; must divide --width")->type_name("N")->capture_default_str();
-  app.add_option("--context", o.model.context, "Bytes that the model sees at once")->type_name("N")->capture_default_str();
-  app.add_option("--batch", o.batch, "Windows per step over all ranks; the number of ranks must divide it")
-      ->type_name("N")
-      ->capture_default_str();
-  app.add_option("--steps", o.steps, "Length of the learning-rate schedule")->type_name("N")->capture_default_str();
-  app.add_option("--stop-after", o.stop_after, "End after this step, in the middle of the schedule")->type_name("N");
-  app.add_option("--lr", o.lr, "Peak learning rate; warm-up, then a cosine to a tenth")->type_name("X")->capture_default_str();
-  app.add_option("--seed", o.seed, "Decides the weights at the start and every batch")->type_name("N")->capture_default_str();
+  add_with_default(app, "--strategy", "NAME", o.strategy, "full_shard: parameters, gradients and optimizer state");
+  add_with_default(app, "--layers", "N", o.model.layers, "Transformer blocks; each is one unit of sharding");
+  add_with_default(app, "--width", "N", o.model.width, "Width of the residual stream");
+  add_with_default(app, "--heads", "N", o.model.heads, "Attention heads; must divide --width");
+  add_with_default(app, "--context", "N", o.model.context, "Bytes that the model sees at once");
+  add_with_default(app, "--batch", "N", o.batch, "Windows per step over all ranks, whose number must divide it");
+  add_with_default(app, "--steps", "N", o.steps, "Length of the learning-rate schedule");
+  add(app, "--stop-after", "N", o.stop_after, "End after this step, in the middle of the schedule");
+  add_with_default(app, "--lr", "X", o.lr, "Peak learning rate; warm-up, then a cosine to a tenth");
+  add_with_default(app, "--seed", "N", o.seed, "Decides the weights at the start and every batch");
 }
 
 void declare_files(CLI::App& app, Options& o) {
-  const auto out = app.add_option("--out", o.out, "Folder for sharded checkpoints")->type_name("DIR");
-  const auto every = app.add_option("--save-every", o.save_every, "Save each N steps too, not only at the end")->type_name("N")->needs(out);
-  const auto resume = app.add_flag("--resume", o.resume, "Go on from the newest checkpoint in --out, saved by any number of ranks")->needs(out);
-  const auto consolidate =
-      app.add_option("--consolidate", o.consolidate, "At the end write all parameters to one safetensors file")->type_name("FILE");
-  app.add_option("--load", o.load, "Read a consolidated file; evaluate and sample, no training")
-      ->type_name("FILE")
-      ->excludes(out)
-      ->excludes(consolidate);
-  app.add_option("--summary", o.summary, "Write the figures of the run as JSON")->type_name("FILE");
-  app.add_flag("--plain", o.plain, "The same training in plain LibTorch, without libfsdp: one process, nothing saved")
-      ->excludes("--load")
-      ->excludes(out)
-      ->excludes(every)
-      ->excludes(resume)
-      ->excludes(consolidate);
+  const auto out = add(app, "--out", "DIR", o.out, "Folder for sharded checkpoints");
+  const auto every = add(app, "--save-every", "N", o.save_every, "Save each N steps too, not only at the end");
+  const auto resume = app.add_flag("--resume", o.resume,
+                                   "Go on from the newest checkpoint in --out, of any number of ranks");
+  const auto consolidate = add(app, "--consolidate", "FILE", o.consolidate,
+                               "At the end write all parameters to one safetensors file");
+  const auto load = add(app, "--load", "FILE", o.load, "Read a consolidated file; evaluate and sample, no training");
+  const auto plain = app.add_flag("--plain", o.plain,
+                                  "The same in plain LibTorch, without libfsdp: one process, nothing saved");
+  add(app, "--summary", "FILE", o.summary, "Write the figures of the run as JSON");
+  every->needs(out);
+  resume->needs(out);
+  for (auto* option : {out, consolidate}) load->excludes(option);
+  for (auto* option : {out, every, resume, consolidate, load}) plain->excludes(option);
 }
 
 void declare_running(CLI::App& app, Options& o) {
-  app.add_option("--sample", o.sample, "Let the trained model write N bytes")->type_name("N");
-  app.add_option("--log-every", o.log_every, "Steps per line of output")->type_name("N")->capture_default_str();
-  app.add_option("--threads", o.threads, "Intra-op threads per rank; 0 leaves it to LibTorch and OMP_NUM_THREADS")
-      ->type_name("N")
-      ->capture_default_str();
-  app.add_option("--prefetch", o.prefetch, "Units gathered ahead of use; 0 gathers on demand")->type_name("N")->capture_default_str();
+  add(app, "--sample", "N", o.sample, "Let the trained model write N bytes");
+  add_with_default(app, "--log-every", "N", o.log_every, "Steps per line of output");
+  add_with_default(app, "--threads", "N", o.threads,
+                   "Intra-op threads per rank; 0 leaves it to LibTorch and OMP_NUM_THREADS");
+  add_with_default(app, "--prefetch", "N", o.prefetch, "Units gathered ahead of use; 0 gathers on demand");
 }
 
 void require_at_least(std::string_view flag, std::int64_t value, std::int64_t least) {
@@ -82,11 +84,13 @@ void check_counts(const Options& o) {
     require_at_least(flag, value, 0);
   }
   if (o.model.width % o.model.heads != 0) {
-    throw UsageError(fmt::format("--heads {} does not divide --width {}: choose a width that is a multiple of the heads", o.model.heads,
-                                 o.model.width));
+    throw UsageError(
+        fmt::format("--heads {} does not divide --width {}: choose a width that is a multiple of the heads",
+                    o.model.heads, o.model.width));
   }
   if (!std::isfinite(o.lr) || o.lr <= 0) throw UsageError(fmt::format("--lr must be positive, got {}", o.lr));
-  if (o.strategy != "full_shard") throw UsageError(fmt::format("--strategy {} is not known: expected full_shard", o.strategy));
+  if (o.strategy != "full_shard")
+    throw UsageError(fmt::format("--strategy {} is not known: expected full_shard", o.strategy));
 }
 
 bool holds_checkpoint(const fs::path& folder) {
@@ -103,17 +107,20 @@ void check_files(const Options& o) {
     throw UsageError(fmt::format("--out {} is a file: name a folder", o.out.string()));
   }
   if (!o.out.empty() && !o.resume && holds_checkpoint(o.out)) {
-    throw UsageError(fmt::format("--out {} already holds checkpoints: go on from them with --resume, or name another folder", o.out.string()));
+    throw UsageError(fmt::format(
+        "--out {} already holds checkpoints: go on from them with --resume, or name another folder", o.out.string()));
   }
   if (o.resume && !holds_checkpoint(o.out)) {
-    throw UsageError(fmt::format("--resume found no checkpoint in {}: check --out, or start without --resume", o.out.string()));
+    throw UsageError(
+        fmt::format("--resume found no checkpoint in {}: check --out, or start without --resume", o.out.string()));
   }
   if (!o.load.empty() && !fs::is_regular_file(o.load)) {
     throw UsageError(fmt::format("--load {} is not a file: name one that --consolidate wrote", o.load.string()));
   }
   for (const auto& [flag, file] : {std::pair{"--consolidate", o.consolidate}, std::pair{"--summary", o.summary}}) {
     if (!file.empty() && !fs::is_directory(file.has_parent_path() ? file.parent_path() : fs::path("."))) {
-      throw UsageError(fmt::format("{} {} lies in a folder that does not exist: make {} first", flag, file.string(), file.parent_path().string()));
+      throw UsageError(fmt::format("{} {} lies in a folder that does not exist: make {} first", flag, file.string(),
+                                   file.parent_path().string()));
     }
   }
 }
@@ -123,11 +130,14 @@ void check_files(const Options& o) {
 CommandLine parse_command_line(int argc, const char* const* argv) {
   CommandLine line;
   auto& options = line.options;
-  CLI::App app("Trains a GPT on text, its parameters, gradients and optimizer state sharded over the ranks.", "train_gpt");
+  CLI::App app("Trains a GPT on text, its parameters, gradients and optimizer state sharded over the ranks.",
+               "train_gpt");
   app.footer("Ranks are started by a launcher: fsdp run -n 2 -- train_gpt --steps 500 --out runs/a");
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);  // so that a script may override
   declare_training(app, options);
   declare_files(app, options);
   declare_running(app, options);
+  app.allow_extras();  // so that they can be named in the order of the command line
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -135,6 +145,9 @@ CommandLine parse_command_line(int argc, const char* const* argv) {
     return line;
   } catch (const CLI::ParseError& error) {
     throw UsageError(fmt::format("{}; see train_gpt --help", error.what()));
+  }
+  if (const auto extras = app.remaining(); !extras.empty()) {
+    throw UsageError(fmt::format("{} is not a flag of train_gpt; see train_gpt --help", extras.front()));
   }
   if (options.data.empty()) options.data = {TRAIN_GPT_DEFAULT_DATA};
   check_counts(options);
@@ -144,18 +157,21 @@ CommandLine parse_command_line(int argc, const char* const* argv) {
 
 void check_world_size(const Options& options, int world_size) {
   if (options.batch % world_size != 0) {
-    throw UsageError(fmt::format("--batch {} does not divide by {} ranks: the batch is that of all ranks together; choose a multiple, e.g. {}",
-                                 options.batch, world_size, (options.batch / world_size + 1) * world_size));
+    throw UsageError(fmt::format(
+        "--batch {} does not divide by {} ranks: the batch is that of all ranks together; choose a multiple, e.g. {}",
+        options.batch, world_size, (options.batch / world_size + 1) * world_size));
   }
   if (options.plain && world_size != 1) {
-    throw UsageError(fmt::format("--plain runs in one process, got {} ranks: start train_gpt without a launcher", world_size));
+    throw UsageError(
+        fmt::format("--plain runs in one process, got {} ranks: start train_gpt without a launcher", world_size));
   }
 }
 
 double learning_rate(const Options& options, std::int64_t step) {
   const auto warm_up = std::max<std::int64_t>(options.steps / 20, 1);
   if (step < warm_up) return options.lr * static_cast<double>(step + 1) / static_cast<double>(warm_up);
-  const double progress = static_cast<double>(step - warm_up) / static_cast<double>(std::max<std::int64_t>(options.steps - warm_up, 1));
+  const double progress = static_cast<double>(step - warm_up) /
+                          static_cast<double>(std::max<std::int64_t>(options.steps - warm_up, 1));
   return options.lr * (0.1 + 0.45 * (1.0 + std::cos(std::numbers::pi * progress)));
 }
 

@@ -18,7 +18,8 @@ torch::optim::AdamW make_optimizer(GPT& model, const Options& options) {
   for (const auto& parameter : model->parameters()) (parameter.dim() >= 2 ? decayed : kept).push_back(parameter);
   const auto group = [&](std::vector<torch::Tensor> parameters, double decay) {
     auto settings = torch::optim::AdamWOptions(options.lr).betas({kBetas[0], kBetas[1]}).weight_decay(decay);
-    return torch::optim::OptimizerParamGroup(std::move(parameters), std::make_unique<torch::optim::AdamWOptions>(settings));
+    return torch::optim::OptimizerParamGroup(std::move(parameters),
+                                             std::make_unique<torch::optim::AdamWOptions>(settings));
   };
   return torch::optim::AdamW({group(std::move(decayed), kWeightDecay), group(std::move(kept), 0)});
 }
@@ -47,7 +48,10 @@ Summary train_plain(const Options& options, const Corpus& corpus, AllocationCoun
     const double norm = torch::nn::utils::clip_grad_norm_(model->parameters(), kMaxGradNorm);
     optimizer.step();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-    log.add(step, {.loss = loss.item<double>(), .grad_norm = norm, .seconds = time.count(), .memory_bytes = allocations.peak_bytes()});
+    log.add(step, {.loss = loss.item<double>(),
+                   .grad_norm = norm,
+                   .seconds = time.count(),
+                   .memory_bytes = allocations.peak_bytes()});
   }
 
   summary.state_bytes = summary.plain_state_bytes = 4 * sizeof(float) * static_cast<std::size_t>(summary.parameters);

@@ -37,7 +37,9 @@ std::string format_duration(double seconds) {
 }
 
 Report::Report(bool speaks)
-    : speaks_(speaks), terminal_(isatty(STDOUT_FILENO) != 0), colour_(terminal_ && std::getenv("NO_COLOR") == nullptr) {}
+    : speaks_(speaks),
+      terminal_(isatty(STDOUT_FILENO) != 0),
+      colour_(terminal_ && std::getenv("NO_COLOR") == nullptr) {}
 
 void Report::print(const std::string& text) {
   if (!speaks_) return;
@@ -50,21 +52,25 @@ void Report::print(const std::string& text) {
 
 void Report::line(const std::string& text) { print(text); }
 
-void Report::heading(const std::string& text) { print(colour_ ? fmt::format("\n\x1b[1m{}\x1b[0m", text) : "\n" + text); }
+void Report::heading(const std::string& text) {
+  print(colour_ ? fmt::format("\n\x1b[1m{}\x1b[0m", text) : "\n" + text);
+}
 
 void Report::step(const StepLine& line) {
   const double tokens_per_second = static_cast<double>(line.tokens_per_step) / line.seconds_per_step;
-  print(fmt::format("step {:>5}/{} {:>3}%  loss {:.4f}  gnorm {:.3f}  lr {:.1e}  {:.1f}k tok/s  {:.0f} ms  mem {}  eta {}", line.step,
-                    line.last_step, percent(line.step, line.last_step), line.loss, line.grad_norm, line.lr, tokens_per_second / 1000,
-                    line.seconds_per_step * 1000, format_bytes(line.memory_bytes),
-                    format_duration(static_cast<double>(line.last_step - line.step) * line.seconds_per_step)));
+  print(fmt::format(
+      "step {:>5}/{} {:>3}%  loss {:.4f}  gnorm {:.3f}  lr {:.1e}  {:.1f}k tok/s  {:.0f} ms  mem {}  eta {}", line.step,
+      line.last_step, percent(line.step, line.last_step), line.loss, line.grad_norm, line.lr, tokens_per_second / 1000,
+      line.seconds_per_step * 1000, format_bytes(line.memory_bytes),
+      format_duration(static_cast<double>(line.last_step - line.step) * line.seconds_per_step)));
 }
 
 void Report::progress(std::int64_t step, std::int64_t last_step, double seconds_per_step) {
   if (!speaks_ || !terminal_) return;
   const auto filled = static_cast<std::size_t>(step * kBarCells / last_step);
-  fmt::print("\r\x1b[K[{}{}] {:>3}%  step {}/{}  eta {}", std::string(filled, '='), std::string(kBarCells - filled, ' '),
-             percent(step, last_step), step, last_step, format_duration(static_cast<double>(last_step - step) * seconds_per_step));
+  fmt::print("\r\x1b[K[{}{}] {:>3}%  step {}/{}  eta {}", std::string(filled, '='),
+             std::string(kBarCells - filled, ' '), percent(step, last_step), step, last_step,
+             format_duration(static_cast<double>(last_step - step) * seconds_per_step));
   std::fflush(stdout);
   progress_shown_ = true;
 }
@@ -72,8 +78,8 @@ void Report::progress(std::int64_t step, std::int64_t last_step, double seconds_
 void Report::memory(const std::vector<MemoryRow>& rows) {
   heading(fmt::format("{:<28}{:>12}{:>12}{:>16}", "memory per rank, peak", "predicted", "measured", "plain, at least"));
   for (const auto& row : rows) {
-    print(fmt::format("  {:<26}{:>12}{:>12}{:>16}", row.kind, optional_bytes(row.predicted), optional_bytes(row.measured),
-                      optional_bytes(row.plain)));
+    print(fmt::format("  {:<26}{:>12}{:>12}{:>16}", row.kind, optional_bytes(row.predicted),
+                      optional_bytes(row.measured), optional_bytes(row.plain)));
   }
 }
 

@@ -42,7 +42,7 @@ class Report {
   bool progress_shown_ = false;
 };
 
-std::string format_bytes(std::size_t bytes);     // 17.3 MiB
-std::string format_duration(double seconds);     // 1m02s
+std::string format_bytes(std::size_t bytes);  // 17.3 MiB
+std::string format_duration(double seconds);  // 1m02s
 
 }  // namespace gpt

@@ -25,7 +25,7 @@ void report_memory(Report& report, const fsdp::Engine& engine, const Summary& su
   const auto plan = engine.plan();
   const auto& predicted = plan.predicted;
   const auto measured = engine.memory();
-  const auto row = [&](const char* kind, std::size_t fsdp::MemoryReport::* bytes) {
+  const auto row = [&](const char* kind, std::size_t fsdp::MemoryReport::*bytes) {
     return MemoryRow{kind, predicted.*bytes, measured.*bytes, std::nullopt};
   };
   const auto activations = summary.peak_bytes - summary.state_bytes;
@@ -42,7 +42,8 @@ void report_memory(Report& report, const fsdp::Engine& engine, const Summary& su
 
 class ShardedTraining {
  public:
-  ShardedTraining(const fsdp::Context& context, const Options& options, const Corpus& corpus, AllocationCounter& allocations)
+  ShardedTraining(const fsdp::Context& context, const Options& options, const Corpus& corpus,
+                  AllocationCounter& allocations)
       : context_(context),
         options_(options),
         corpus_(corpus),
@@ -110,10 +111,14 @@ class ShardedTraining {
 
   void resume(Report& report, Summary& summary) {
     const auto step = engine_.resume(options_.out);
-    if (!step) throw UsageError(fmt::format("--resume found no complete checkpoint in {}: start without --resume", options_.out.string()));
+    if (!step) {
+      throw UsageError(
+          fmt::format("--resume found no complete checkpoint in {}: start without --resume", options_.out.string()));
+    }
     summary.first_step = *step;
     summary.held_out_before = held_out();
-    report.line(fmt::format("resumed {} at step {}: held-out loss {:.6f}", options_.out.string(), *step, *summary.held_out_before));
+    report.line(fmt::format("resumed {} at step {}: held-out loss {:.6f}", options_.out.string(), *step,
+                            *summary.held_out_before));
   }
 
   Windows batch(std::int64_t step) const {
@@ -126,9 +131,9 @@ class ShardedTraining {
 
   double held_out() {
     return held_out_loss(model_, corpus_,
-                         {.rank = context_.rank(),
-                          .world_size = context_.world_size(),
-                          .mean = [this](double value) { return context_.mean(value); }});
+                         {.rank = context_.rank(), .world_size = context_.world_size(), .mean = [this](double value) {
+                            return context_.mean(value);
+                          }});
   }
 
   bool is_save_due(std::int64_t done) const {
@@ -146,8 +151,8 @@ class ShardedTraining {
 
 }  // namespace
 
-Summary train_sharded(const fsdp::Context& context, const Options& options, const Corpus& corpus, AllocationCounter& allocations,
-                      Report& report) {
+Summary train_sharded(const fsdp::Context& context, const Options& options, const Corpus& corpus,
+                      AllocationCounter& allocations, Report& report) {
   return ShardedTraining(context, options, corpus, allocations).run(report);
 }
 

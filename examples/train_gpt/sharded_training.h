@@ -12,7 +12,7 @@
 namespace gpt {
 
 // Trains, or with --load only evaluates, and samples. Collective: every rank calls it with the same options and text.
-Summary train_sharded(const fsdp::Context& context, const Options& options, const Corpus& corpus, AllocationCounter& allocations,
-                      Report& report);
+Summary train_sharded(const fsdp::Context& context, const Options& options, const Corpus& corpus,
+                      AllocationCounter& allocations, Report& report);
 
 }  // namespace gpt

@@ -43,7 +43,9 @@ void write_summary(const std::filesystem::path& file, const Summary& summary) {
   stream.close();
   std::error_code error;
   if (stream) std::filesystem::rename(temporary, file, error);
-  if (!stream || error) throw std::runtime_error(fmt::format("cannot write --summary {}: check that its folder may be written", file.string()));
+  if (!stream || error)
+    throw std::runtime_error(
+        fmt::format("cannot write --summary {}: check that its folder may be written", file.string()));
 }
 
 }  // namespace gpt

@@ -14,7 +14,8 @@ void TrainingLog::add(std::int64_t step, const StepFigures& figures) {
   seconds_ += figures.seconds;
   const auto done = step + 1;
   // The first step of a run stands alone: it is slower than those that follow.
-  if (step == summary_.first_step || done % options_.log_every == 0 || done == options_.last_step()) close_interval(done, figures);
+  if (step == summary_.first_step || done % options_.log_every == 0 || done == options_.last_step())
+    close_interval(done, figures);
   report_.progress(done, options_.last_step(), figures.seconds);
 }
 

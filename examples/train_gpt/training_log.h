@@ -11,10 +11,10 @@
 namespace gpt {
 
 struct StepFigures {
-  double loss = 0;                // of this rank's slice of the batch
-  double grad_norm = 0;           // before clipping
+  double loss = 0;       // of this rank's slice of the batch
+  double grad_norm = 0;  // before clipping
   double seconds = 0;
-  std::size_t memory_bytes = 0;   // peak so far
+  std::size_t memory_bytes = 0;  // peak so far
 };
 
 class TrainingLog {
@@ -32,7 +32,7 @@ class TrainingLog {
   Report& report_;
   Summary& summary_;
   std::function<double(double)> mean_;
-  std::int64_t steps_ = 0;        // in the interval that is open
+  std::int64_t steps_ = 0;  // in the interval that is open
   double loss_ = 0, grad_norm_ = 0, seconds_ = 0;
 };
 

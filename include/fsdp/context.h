@@ -10,9 +10,10 @@
 namespace fsdp {
 
 struct InitOptions {
-  std::string backend = "auto";                 // auto | shm; auto on one host is shm. (thread: see testing.h)
-  int rank = -1, world_size = -1;               // -1 = from the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), else 0 and 1
-  std::chrono::milliseconds timeout{600'000};   // longest wait for a peer; must be positive
+  std::string backend = "auto";  // auto | shm; auto on one host is shm. (thread: see testing.h)
+  int rank = -1,
+      world_size = -1;  // -1 = from the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), else 0 and 1
+  std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive
 };
 
 // Cheap to copy; one per rank. The copies share one communicator, which ends with the last of them.
@@ -36,9 +37,11 @@ class Context {
   int local_rank_, local_world_size_;
 };
 
-// Finds rank and world size (explicit options, else torchrun's variables, else one rank), meets the other ranks and returns
-// once all are there. Throws InvalidArgument for a partial or impossible set of variables (prints what was found) and
-// CommunicationError when a rank does not come within the timeout (names which).
+// Finds rank and world size (explicit options, else torchrun's variables, else one rank), meets the other ranks and
+// returns once all are there. They meet at the Unix socket that FSDP_RENDEZVOUS names, in a folder of mode 700, or at one
+// that follows from MASTER_ADDR, MASTER_PORT and torchrun's job; one rank needs neither. Throws InvalidArgument for a
+// partial or impossible set of variables (prints what was found), for ranks on several hosts and for an unknown backend,
+// and CommunicationError when a rank does not come within the timeout (names which).
 Context init(const InitOptions& options = {});
 
 }  // namespace fsdp

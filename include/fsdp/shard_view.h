@@ -12,11 +12,12 @@ namespace fsdp {
 
 enum class ShardKind : std::uint8_t { kParameter, kGradient, kOptimizer };
 
-// The elements [begin, end) of a tensor, counted in the order in which the tensor lies in memory. That order is row-major
-// for `strides` of a contiguous tensor; for a dense transposed or channels-last one it follows `strides`:
+// The elements [begin, end) of a tensor, counted in the order in which the tensor lies in memory. That order is
+// row-major for `strides` of a contiguous tensor; for a dense transposed or channels-last one it follows `strides`:
 //   shape {2, 3}, strides {3, 1}: memory order (0,0) (0,1) (0,2) (1,0) (1,1) (1,2)
 //   shape {2, 3}, strides {1, 2}: memory order (0,0) (1,0) (0,1) (1,1) (0,2) (1,2)
-// An empty range (begin == end) is legal: this rank holds nothing of the tensor. A 0-d tensor has shape {} and one element.
+// An empty range (begin == end) is legal: this rank holds nothing of the tensor. A 0-d tensor has shape {} and one
+// element.
 struct ShardView {
   std::string name;                       // dotted parameter name; optimizer state is "exp_avg.<name>", ...
   ShardKind kind = ShardKind::kParameter;

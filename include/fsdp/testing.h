@@ -10,37 +10,39 @@
 
 namespace fsdp {
 
-// What is to go wrong, or slow, on the thread backend.
+// What is to go wrong, or slow.
 struct Fault {
   enum class Kind { kDelay, kThrow };
   Kind kind = Kind::kDelay;
-  std::string operation = {};             // "gather", "reduce", "all_reduce", "barrier", "broadcast", "all_gather", "reduce_scatter", "allocate", or "" = any
-  int rank = -1;                          // -1 = every rank
-  int after = 0;                          // matching calls of that rank to let pass first
-  int count = 1;                          // how many matching calls are hit after those; -1 = all
-  std::chrono::milliseconds delay{0};     // kDelay only
+  // The name of a call of Communicator that is recorded ("gather", "all_reduce", "wait_until", ...), or "" = any.
+  std::string operation = {};
+  int rank = -1;                       // -1 = every rank
+  int after = 0;                       // matching calls of that rank to let pass first
+  int count = 1;                       // how many matching calls are hit after those; -1 = all
+  std::chrono::milliseconds delay{0};  // kDelay only
 };
 using FaultPlan = std::vector<Fault>;
 
 // One call of a communicator, as recorded. Times are steady_clock nanoseconds.
 struct CommunicatorRecord {
   std::string operation = {}, label = {};
-  std::size_t bytes = 0;                  // bytes written by this rank
+  std::size_t bytes = 0;  // bytes written by this rank
   const void* output = nullptr;
   std::int64_t begin_ns = 0, end_ns = 0;
 };
 
 struct RunRanksOptions {
-  std::string backend = "thread";
+  std::string backend = "thread";  // thread | shm: the ranks are threads with either, shm meets and maps as processes do
   std::chrono::milliseconds timeout{60'000};
   FaultPlan faults = {};
-  // If set: called with (rank, record) after each communicator call, from the calling thread.
+  // If set: called with (rank, record) after each communicator call but ring, abort and check, from the calling thread.
   std::function<void(int, const CommunicatorRecord&)> on_record = {};
 };
 
-// Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and the first
-// error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text. Throws
-// InvalidArgument for world_size < 1 or an unknown backend. Thread ranks share LibTorch's default generator.
+// Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and the
+// first error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text; any other
+// exception is rethrown as it is. Throws InvalidArgument for a world size that is not in [1, 128], a timeout that is not
+// positive or an unknown backend. Thread ranks share LibTorch's default generator.
 void run_ranks(int world_size, const std::function<void(Context)>& body, const RunRanksOptions& options = {});
 
 }  // namespace fsdp

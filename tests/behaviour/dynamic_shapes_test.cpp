@@ -35,7 +35,8 @@ class SequenceModel final : public LossModel {
  public:
   SequenceModel() : LossModel("SequenceModel") {
     blocks = register_module("blocks", torch::nn::ModuleList(Block(kWidth, 2), Block(kWidth, 2)));
-    convolution = register_module("convolution", torch::nn::Conv1d(torch::nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
+    convolution = register_module("convolution",
+                                  torch::nn::Conv1d(torch::nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
   }
   at::Tensor loss(const at::Tensor& input, const at::Tensor& target) override {
     const at::Tensor x = blocks[1]->as<Block>()->forward(blocks[0]->as<Block>()->forward(input));
@@ -55,7 +56,8 @@ constexpr int kSteps = static_cast<int>(std::size(kShapes));
 Batch batch_of(int step) {
   const Shape shape = kShapes[step];
   auto generator = at::detail::createCPUGenerator(600 + static_cast<std::uint64_t>(step));
-  return {at::randn({shape.batch, shape.time, kWidth}, generator), at::randn({shape.batch, shape.time, kWidth}, generator)};
+  return {at::randn({shape.batch, shape.time, kWidth}, generator),
+          at::randn({shape.batch, shape.time, kWidth}, generator)};
 }
 
 template <class Model>
@@ -79,43 +81,47 @@ TYPED_TEST_SUITE(DynamicShapesTest, Models);
 
 TYPED_TEST(DynamicShapesTest, StayRight) { expect_parity(this->training()); }
 
-// Where each unit was gathered in one step, in order, as the rank's communicator saw it. Between units the order may change: a gather that waits for
-// peers to leave its slot is overtaken.
+// Where each unit was gathered in one step, in order, as the rank's communicator saw it. Between units the order may
+// change: a gather that waits for peers to leave its slot is overtaken.
 using GatherLog = std::map<std::string, std::vector<const void*>>;
 
 TYPED_TEST(DynamicShapesTest, KeepThePlanFromTheSecondStepOn) {
   for (const int world_size : {1, 2, 3}) {
     std::mutex mutex;
-    std::vector<std::vector<GatherLog>> logs(static_cast<std::size_t>(world_size), std::vector<GatherLog>(1));   // by rank and step
+    std::vector<std::vector<GatherLog>> logs(static_cast<std::size_t>(world_size),
+                                             std::vector<GatherLog>(1));  // by rank and step
     const auto on_record = [&](int rank, const CommunicatorRecord& record) {
       if (record.operation != "gather") return;
       const std::lock_guard lock(mutex);
       logs[static_cast<std::size_t>(rank)].back()[record.label].push_back(record.output);
     };
-    run_ranks(world_size, [&](const Context& context) {
-      at::set_num_threads(1);
-      const auto model = std::make_shared<TypeParam>();
-      Engine engine = shard(context, model, this->training().options);
-      Optimizer optimizer = engine.optimizer(AdamW{});
-      std::vector<std::string> timeline;
-      std::int64_t overflows = 0;
-      for (int step = 0; step < kSteps; ++step) {
-        const Batch batch = part_of(batch_of(step), context.rank(), world_size);
-        model->loss(batch.input, batch.target).backward();
-        optimizer.step();
-        if (step == 0) {
-          timeline = engine.plan().timeline;
-          overflows = engine.memory().overflows;
-        }
-        EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
-        EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
-        const std::lock_guard lock(mutex);
-        logs[static_cast<std::size_t>(context.rank())].emplace_back();
-      }
-    }, {.on_record = on_record});
+    run_ranks(world_size,
+              [&](const Context& context) {
+                at::set_num_threads(1);
+                const auto model = std::make_shared<TypeParam>();
+                Engine engine = shard(context, model, this->training().options);
+                Optimizer optimizer = engine.optimizer(AdamW{});
+                std::vector<std::string> timeline;
+                std::int64_t overflows = 0;
+                for (int step = 0; step < kSteps; ++step) {
+                  const Batch batch = part_of(batch_of(step), context.rank(), world_size);
+                  model->loss(batch.input, batch.target).backward();
+                  optimizer.step();
+                  if (step == 0) {
+                    timeline = engine.plan().timeline;
+                    overflows = engine.memory().overflows;
+                  }
+                  EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
+                  EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
+                  const std::lock_guard lock(mutex);
+                  logs[static_cast<std::size_t>(context.rank())].emplace_back();
+                }
+              },
+              {.on_record = on_record});
     for (const auto& steps : logs) {
       ASSERT_GE(steps[1].size(), 4U);
-      for (int step = 2; step < kSteps; ++step) EXPECT_EQ(steps[static_cast<std::size_t>(step)], steps[1]) << "step " << step;
+      for (int step = 2; step < kSteps; ++step)
+        EXPECT_EQ(steps[static_cast<std::size_t>(step)], steps[1]) << "step " << step;
     }
   }
 }

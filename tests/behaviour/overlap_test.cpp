@@ -1,13 +1,14 @@
-// Gathers run under the computation before them. Layers that sleep make computation long; the communicator's records tell when each gather began.
+// Gathers run under the computation before them. Layers that sleep make computation long; the communicator's records
+// tell when each gather began.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 
-#include <gtest/gtest.h>
-#include <ATen/core/custom_class.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <ATen/ATen.h>
+#include <ATen/core/custom_class.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tests/support/parity.h"
 
@@ -18,7 +19,8 @@ constexpr auto kComputation = std::chrono::milliseconds(20);
 constexpr int kLayers = 4, kSteps = 3;
 
 std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // When the computation of each layer ended, in the order in which it did.
@@ -27,11 +29,13 @@ struct Ends final : torch::CustomClassHolder {
 };
 
 struct SleepInBackward final : torch::autograd::Function<SleepInBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const c10::intrusive_ptr<Ends>& ends) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<Ends>& ends) {
     context->saved_data["ends"] = c10::IValue::make_capsule(ends);
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
     std::this_thread::sleep_for(kComputation);
     c10::static_intrusive_pointer_cast<Ends>(context->saved_data["ends"].toCapsule())->backward.push_back(now_ns());
     return {gradients[0], at::Tensor()};
@@ -64,7 +68,8 @@ struct Overlapped {
   int forward = 0, backward = 0;
 };
 
-// Counts, in the last step, the layers whose gather began while the layer before them (after them, in backward) was still computing.
+// Counts, in the last step, the layers whose gather began while the layer before them (after them, in backward) was
+// still computing.
 Overlapped overlapped(const std::vector<CommunicatorRecord>& gathers, const Ends& ends) {
   const auto began = [&](int layer, std::int64_t from, std::int64_t to) {
     return std::any_of(gathers.begin(), gathers.end(), [&](const CommunicatorRecord& gather) {
@@ -90,22 +95,25 @@ Overlapped train_with(int prefetch, int world_size) {
   std::mutex mutex;
   std::vector<CommunicatorRecord> gathers;
   const auto ends = c10::make_intrusive<Ends>();
-  run_ranks(world_size, [&](const Context& context) {
-    const auto model = std::make_shared<SlowModel>(context.is_main() ? ends : c10::make_intrusive<Ends>());
-    Engine engine = shard(context, model, {.units = units<torch::nn::Linear>(), .prefetch = prefetch});
-    Optimizer optimizer = engine.optimizer(SGD{});
-    for (int step = 0; step < kSteps; ++step) {
-      model->loss(at::ones({4, 8}).requires_grad_(true), at::zeros({4, 8})).backward();   // so that the first layer's backward sleeps too
-      optimizer.step();
-    }
-  }, {.on_record = [&](int rank, const CommunicatorRecord& record) {
-    const std::lock_guard lock(mutex);
-    if (rank == 0 && record.operation == "gather") gathers.push_back(record);
-  }});
+  run_ranks(world_size,
+            [&](const Context& context) {
+              const auto model = std::make_shared<SlowModel>(context.is_main() ? ends : c10::make_intrusive<Ends>());
+              Engine engine = shard(context, model, {.units = units<torch::nn::Linear>(), .prefetch = prefetch});
+              Optimizer optimizer = engine.optimizer(SGD{});
+              for (int step = 0; step < kSteps; ++step) {
+                model->loss(at::ones({4, 8}).requires_grad_(true), at::zeros({4, 8}))
+                    .backward();  // so that the first layer's backward sleeps too
+                optimizer.step();
+              }
+            },
+            {.on_record = [&](int rank, const CommunicatorRecord& record) {
+              const std::lock_guard lock(mutex);
+              if (rank == 0 && record.operation == "gather") gathers.push_back(record);
+            }});
   return overlapped(gathers, *ends);
 }
 
-class OverlapTest : public ::testing::TestWithParam<int> {};   // world size
+class OverlapTest : public ::testing::TestWithParam<int> {};  // world size
 
 TEST_P(OverlapTest, EachGatherBeginsBeforeTheComputationAheadOfItEnds) {
   const Overlapped ahead = train_with(/*prefetch=*/1, GetParam());

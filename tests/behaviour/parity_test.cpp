@@ -8,17 +8,6 @@
 namespace fsdp::testing {
 namespace {
 
-Training mixed_training() {
-  Training training;
-  training.make_model = [] {
-    at::manual_seed(7);
-    return std::make_shared<MixedModel>();
-  };
-  training.batch = [](int step) { return MixedModel::batch(12, 100 + static_cast<std::uint64_t>(step)); };
-  training.options.units = units<Block, torch::nn::LSTM, torch::nn::Conv1d>();
-  return training;
-}
-
 class ParityTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(ParityTest, LossGradientsAndSgdWeightsEqualPlainLibTorch) {

@@ -1,5 +1,5 @@
-// Ranks whose programs differ: units in another order, units that one rank alone uses, units that none does. Each gradient is the
-// mean over all ranks, with zeros where a rank did not use the unit.
+// Ranks whose programs differ: units in another order, units that one rank alone uses, units that none does. Each
+// gradient is the mean over all ranks, with zeros where a rank did not use the unit.
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
@@ -28,7 +28,8 @@ class ExpertModel final : public LossModel {
       if (done[expert]) continue;
       done[expert] = true;
       const at::Tensor rows = (expert_of == static_cast<std::int64_t>(expert)).nonzero().squeeze(1);
-      output = output.index_copy(0, rows, at::tanh(experts[expert]->as<torch::nn::Linear>()->forward(x.index_select(0, rows))));
+      output = output.index_copy(0, rows,
+                                 at::tanh(experts[expert]->as<torch::nn::Linear>()->forward(x.index_select(0, rows))));
     }
     return at::mse_loss(head(output), target);
   }
@@ -40,9 +41,13 @@ class ExpertModel final : public LossModel {
 using Routing = std::int64_t (*)(int step, int rank, std::int64_t row);
 
 std::int64_t rotated(int, int rank, std::int64_t row) { return (row + rank) % kExperts; }
-std::int64_t reversed_on_odd_ranks(int, int rank, std::int64_t row) { return rank % 2 == 0 ? row % kExperts : kExperts - 1 - row % kExperts; }
+std::int64_t reversed_on_odd_ranks(int, int rank, std::int64_t row) {
+  return rank % 2 == 0 ? row % kExperts : kExperts - 1 - row % kExperts;
+}
 std::int64_t one_per_rank(int, int rank, std::int64_t) { return rank; }
-std::int64_t changing(int step, int rank, std::int64_t row) { return (row * (1 + step % 2) + step * 3 + rank) % kExperts; }
+std::int64_t changing(int step, int rank, std::int64_t row) {
+  return (row * (1 + step % 2) + step * 3 + rank) % kExperts;
+}
 std::int64_t first_rank_alone(int, int rank, std::int64_t row) { return rank == 0 ? row % kExperts : 0; }
 
 struct OrderCase {
@@ -62,7 +67,8 @@ Training expert_training(const OrderCase& order, int world_size) {
     auto generator = at::detail::createCPUGenerator(900 + static_cast<std::uint64_t>(step));
     at::Tensor input = at::randn({world_size * kRowsPerRank, 1 + kWidth}, generator);
     for (int rank = 0; rank < world_size; ++rank) {
-      for (std::int64_t row = 0; row < kRowsPerRank; ++row) input[rank * kRowsPerRank + row][0] = static_cast<double>(order.routing(step, rank, row));
+      for (std::int64_t row = 0; row < kRowsPerRank; ++row)
+        input[rank * kRowsPerRank + row][0] = static_cast<double>(order.routing(step, rank, row));
     }
     return Batch{input, at::randn({world_size * kRowsPerRank, kWidth}, generator)};
   };
@@ -87,7 +93,11 @@ TEST_P(RankOrderTest, IsTheSameWhenOneRankLags) {
   Training training = expert_training(GetParam(), 3);
   const Trace even = train_sharded(training, 3);
   for (const char* operation : {"gather", "reduce"}) {
-    training.ranks.faults = {{.kind = Fault::Kind::kDelay, .operation = operation, .rank = 1, .count = -1, .delay = std::chrono::milliseconds(2)}};
+    training.ranks.faults = {{.kind = Fault::Kind::kDelay,
+                              .operation = operation,
+                              .rank = 1,
+                              .count = -1,
+                              .delay = std::chrono::milliseconds(2)}};
     expect_bit_equal(train_sharded(training, 3), even);
   }
 }
@@ -102,13 +112,18 @@ TEST_P(RankOrderTest, IsTheSameAtAnyPrefetch) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Routings, RankOrderTest,
-                         ::testing::Values(OrderCase{"Rotated", rotated, "thread"}, OrderCase{"Rotated", rotated, "shm"},
-                                           OrderCase{"Reversed", reversed_on_odd_ranks, "thread"}, OrderCase{"Reversed", reversed_on_odd_ranks, "shm"},
-                                           OrderCase{"OnePerRank", one_per_rank, "thread"}, OrderCase{"OnePerRank", one_per_rank, "shm"},
-                                           OrderCase{"Changing", changing, "thread"}, OrderCase{"Changing", changing, "shm"},
-                                           OrderCase{"FirstRankAlone", first_rank_alone, "thread"}, OrderCase{"FirstRankAlone", first_rank_alone, "shm"}),
-                         [](const auto& tested) { return std::string(tested.param.name) + (std::string(tested.param.backend) == "shm" ? "OnShm" : "OnThreads"); });
+INSTANTIATE_TEST_SUITE_P(
+    Routings, RankOrderTest,
+    ::testing::Values(OrderCase{"Rotated", rotated, "thread"}, OrderCase{"Rotated", rotated, "shm"},
+                      OrderCase{"Reversed", reversed_on_odd_ranks, "thread"},
+                      OrderCase{"Reversed", reversed_on_odd_ranks, "shm"},
+                      OrderCase{"OnePerRank", one_per_rank, "thread"}, OrderCase{"OnePerRank", one_per_rank, "shm"},
+                      OrderCase{"Changing", changing, "thread"}, OrderCase{"Changing", changing, "shm"},
+                      OrderCase{"FirstRankAlone", first_rank_alone, "thread"},
+                      OrderCase{"FirstRankAlone", first_rank_alone, "shm"}),
+    [](const auto& tested) {
+      return std::string(tested.param.name) + (std::string(tested.param.backend) == "shm" ? "OnShm" : "OnThreads");
+    });
 
 }  // namespace
 }  // namespace fsdp::testing

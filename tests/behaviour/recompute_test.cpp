@@ -21,13 +21,16 @@ class BlockStack final : public LossModel {
   at::Tensor loss(const at::Tensor& input, const at::Tensor& target) override {
     at::Tensor x = layer(0, input);
     for (const std::size_t first : {1U, 3U}) {
-      x = maybe_recomputed(recompute_, [this, first](const at::Tensor& in) { return layer(first + 1, layer(first, in)); }, x);
+      x = maybe_recomputed(
+          recompute_, [this, first](const at::Tensor& in) { return layer(first + 1, layer(first, in)); }, x);
     }
     return at::mse_loss(x, target);
   }
 
  private:
-  at::Tensor layer(std::size_t index, const at::Tensor& x) { return at::tanh(layers[index]->as<torch::nn::Linear>()->forward(x)); }
+  at::Tensor layer(std::size_t index, const at::Tensor& x) {
+    return at::tanh(layers[index]->as<torch::nn::Linear>()->forward(x));
+  }
 
   bool recompute_;
   torch::nn::ModuleList layers;
@@ -42,7 +45,8 @@ class TiedBlock final : public LossModel {
   }
   at::Tensor loss(const at::Tensor& input, const at::Tensor& target) override {
     const at::Tensor x = at::tanh(tied(input));
-    const at::Tensor y = maybe_recomputed(recompute_, [this](const at::Tensor& in) { return at::tanh(tied(middle(in))); }, x);
+    const at::Tensor y = maybe_recomputed(
+        recompute_, [this](const at::Tensor& in) { return at::tanh(tied(middle(in))); }, x);
     return at::mse_loss(at::linear(y, tied->weight), target);
   }
 
@@ -67,7 +71,7 @@ Training training_of(bool recompute) {
   return training;
 }
 
-class RecomputeTest : public ::testing::TestWithParam<int> {};   // world size
+class RecomputeTest : public ::testing::TestWithParam<int> {};  // world size
 
 TEST_P(RecomputeTest, ChangesNoBitAtAnyPrefetch) {
   const Trace without = train_sharded(training_of<BlockStack>(false), GetParam());
@@ -98,7 +102,9 @@ TEST(RecomputeBitsTest, OnOneRankGivesTheBitsOfPlainRecomputation) {
 
 at::Tensor nested_blocks(FunctionModel& model, const at::Tensor& x, int depth) {
   if (depth == 0) return at::tanh(x.mm(model.w));
-  return recomputed([&model, depth](const at::Tensor& in) { return nested_blocks(model, at::tanh(in.mm(model.w)) + in, depth - 1); }, x);
+  return recomputed(
+      [&model, depth](const at::Tensor& in) { return nested_blocks(model, at::tanh(in.mm(model.w)) + in, depth - 1); },
+      x);
 }
 
 // Deeper than LibTorch nests on one thread, so that inner backwards move to threads of its pool.

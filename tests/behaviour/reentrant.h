@@ -21,12 +21,14 @@ struct BlockHolder final : torch::CustomClassHolder {
 };
 
 struct Recompute final : torch::autograd::Function<Recompute> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const c10::intrusive_ptr<BlockHolder>& holder) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<BlockHolder>& holder) {
     context->save_for_backward({x});
     context->saved_data["block"] = c10::IValue::make_capsule(holder);
     return holder->block(x);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
     const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
     const auto holder = c10::static_intrusive_pointer_cast<BlockHolder>(context->saved_data["block"].toCapsule());
     const at::AutoGradMode with_graph(true);

@@ -20,7 +20,8 @@ std::string message_of(const std::function<void()>& call) {
 TEST(AgreementTest, GivesEveryRankTheResultsOfAll) {
   for (int world = 1; world <= 4; ++world) {
     run_ranks(world, [&](Context context) {
-      const auto texts = on_all_ranks(context.communicator(), "work", [&] { return std::string(static_cast<std::size_t>(context.rank()) * 3, 'x'); });
+      const auto texts = on_all_ranks(context.communicator(), "work",
+                                      [&] { return std::string(static_cast<std::size_t>(context.rank()) * 3, 'x'); });
       ASSERT_EQ(texts.size(), static_cast<std::size_t>(world));
       for (std::size_t rank = 0; rank < texts.size(); ++rank) EXPECT_EQ(texts[rank], std::string(rank * 3, 'x'));
     });

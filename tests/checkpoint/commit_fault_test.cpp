@@ -1,4 +1,5 @@
-// A save with each of its calls failing in turn: all ranks must hear the same, and nothing that was there before may be lost.
+// A save with each of its calls failing in turn: all ranks must hear the same, and nothing that was there before may be
+// lost.
 #include "checkpoint/commit.h"
 
 #include <gmock/gmock.h>
@@ -18,14 +19,15 @@ namespace {
 
 struct CallFault {
   int world_size = 1;
-  int rank = 0;        // whose call fails
-  int call = 0;        // which one
+  int rank = 0;  // whose call fails
+  int call = 0;  // which one
   bool persistent = false;
   int error = EIO;
 };
 
 // Saves `step` with the fault; the message of every rank, "" for success. `calls` is how many the faulty rank made.
-std::vector<std::string> save_with(const CallFault& fault, const std::filesystem::path& dir, std::int64_t step, std::size_t* calls = nullptr) {
+std::vector<std::string> save_with(const CallFault& fault, const std::filesystem::path& dir, std::int64_t step,
+                                   std::size_t* calls = nullptr) {
   std::vector<std::string> messages(static_cast<std::size_t>(fault.world_size));
   run_ranks(fault.world_size, [&](Context context) {
     FaultyFileSystem system;
@@ -77,14 +79,17 @@ TEST_P(CommitFaultTest, KeepsTheStepBeforeAndTheNextSaveWorks) {
     for (const std::string& message : messages) EXPECT_EQ(message, messages.front()) << "call " << call;
     if (!messages.front().empty()) {
       ++reported;
-      EXPECT_THAT(messages.front(), testing::AllOf(testing::HasSubstr("failed on rank " + std::to_string(rank)), testing::HasSubstr("Input/output error")));
+      EXPECT_THAT(messages.front(), testing::AllOf(testing::HasSubstr("failed on rank " + std::to_string(rank)),
+                                                   testing::HasSubstr("Input/output error")));
     }
     // Either the old state or the new one, whole: an error after the rename leaves the new step.
     const std::int64_t found = loaded_step(world_size, dir.path());
     EXPECT_TRUE(found == step || (!messages.front().empty() && found == 1)) << "call " << call << " step " << found;
     ASSERT_EQ(save_with({world_size, 0, -1}, dir.path(), 3).front(), "") << "call " << call;
     EXPECT_EQ(loaded_step(world_size, dir.path()), 3);
-    for (const auto& entry : std::filesystem::directory_iterator(dir.path())) EXPECT_FALSE(is_temporary(entry.path().filename().string())) << entry.path();
+    for (const auto& entry : std::filesystem::directory_iterator(dir.path())) {
+      EXPECT_FALSE(is_temporary(entry.path().filename().string())) << entry.path();
+    }
     if (static_cast<std::size_t>(call) >= calls) break;
   }
   // Unheard may only go what does not matter: the close of a file that was read, the unlink of a directory.
@@ -92,20 +97,24 @@ TEST_P(CommitFaultTest, KeepsTheStepBeforeAndTheNextSaveWorks) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Calls, CommitFaultTest,
-                         testing::Values(Case{1, 0, false, false}, Case{1, 0, true, false}, Case{1, 0, false, true}, Case{2, 0, false, false}, Case{2, 1, false, false},
-                                         Case{2, 1, true, true}),
+                         testing::Values(Case{1, 0, false, false}, Case{1, 0, true, false}, Case{1, 0, false, true},
+                                         Case{2, 0, false, false}, Case{2, 1, false, false}, Case{2, 1, true, true}),
                          [](const auto& test) {
-                           return "World" + std::to_string(test.param.world_size) + "Rank" + std::to_string(test.param.rank) +
-                                  (test.param.persistent ? "Persistent" : "Once") + (test.param.same_step ? "SameStep" : "NextStep");
+                           return "World" + std::to_string(test.param.world_size) + "Rank" +
+                                  std::to_string(test.param.rank) + (test.param.persistent ? "Persistent" : "Once") +
+                                  (test.param.same_step ? "SameStep" : "NextStep");
                          });
 
 TEST(CommitFaultTest, TellsAFullDiskOnEveryRank) {
   const TempDir dir;
-  const auto messages = save_with({.world_size = 4, .rank = 2, .call = 1, .persistent = false, .error = ENOSPC}, dir.path(), 1);
+  const auto messages = save_with({.world_size = 4, .rank = 2, .call = 1, .persistent = false, .error = ENOSPC},
+                                  dir.path(), 1);
   for (const std::string& message : messages) {
     EXPECT_EQ(message, messages.front());
-    EXPECT_THAT(message, testing::AllOf(testing::HasSubstr("failed on rank 2: reserve space for "), testing::HasSubstr("shard-00003-model-00001-of-"),
-                                        testing::HasSubstr("No space left on device ("), testing::HasSubstr("make room")));
+    EXPECT_THAT(message,
+                testing::AllOf(testing::HasSubstr("failed on rank 2: reserve space for "),
+                               testing::HasSubstr("shard-00003-model-00001-of-"),
+                               testing::HasSubstr("No space left on device ("), testing::HasSubstr("make room")));
   }
 }
 

@@ -38,28 +38,33 @@ void save(int world_size, const std::filesystem::path& dir, std::int64_t step) {
 SafetensorsHeader header_of(const std::filesystem::path& path) {
   FileSystem system;
   const File file = File::open(system, path);
-  return read_safetensors_header(file.bytes(), [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
+  return read_safetensors_header(file.bytes(),
+                                 [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
 }
 
-// Two ranks of one 4 x 6 matrix cut at element 9: rows 0 and the first half of row 1, and the rest.
 ModelTensor matrix(ShardKind kind, const std::string& name) { return {name, kind, DType::kFloat32, {3, 6}, {6, 1}}; }
 
 TEST(CommitTest, LaysFilesOutAsDocumented) {
   const TempDir dir;
   run_ranks(2, [&](Context context) {
-    ModelShard shard({matrix(ShardKind::kParameter, "w"), {"s", ShardKind::kParameter, DType::kInt64, {}, {}}, {"exp_avg.s", ShardKind::kOptimizer, DType::kFloat32, {}, {}}},
-                     context.rank(), 2);   // 19 elements of parameters: rank 0 has w[0, 10)
+    ModelShard shard({matrix(ShardKind::kParameter, "w"),
+                      {"s", ShardKind::kParameter, DType::kInt64, {}, {}},
+                      {"exp_avg.s", ShardKind::kOptimizer, DType::kFloat32, {}, {}}},
+                     context.rank(), 2);  // 19 elements of parameters: rank 0 has w[0, 10)
     shard.fill();
-    CheckpointContent content{.step = 5, .views = shard.views(), .tied = {}, .scalars = {}, .rank_state = {{"rng", {std::byte{7}}}}};
+    CheckpointContent content{
+        .step = 5, .views = shard.views(), .tied = {}, .scalars = {}, .rank_state = {{"rng", {std::byte{7}}}}};
     save_checkpoint(context.communicator(), dir / "runs", content);
   });
   EXPECT_EQ(files_below(dir.path()),
-            (std::vector<std::string>{
-                "runs/.lock", "runs/latest", "runs/step-000005/manifest.json",
-                "runs/step-000005/model/shard-00001-model-00001-of-00002.safetensors", "runs/step-000005/model/shard-00001-model-00002-of-00002.safetensors",
-                "runs/step-000005/model/shard-00002-model-00001-of-00002.safetensors", "runs/step-000005/model/shard-00002-model-00002-of-00002.safetensors",
-                "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors",
-                "runs/step-000005/rank/rng-00000-of-00002.safetensors", "runs/step-000005/rank/rng-00001-of-00002.safetensors"}));
+            (std::vector<std::string>{"runs/.lock", "runs/latest", "runs/step-000005/manifest.json",
+                                      "runs/step-000005/model/shard-00001-model-00001-of-00002.safetensors",
+                                      "runs/step-000005/model/shard-00001-model-00002-of-00002.safetensors",
+                                      "runs/step-000005/model/shard-00002-model-00001-of-00002.safetensors",
+                                      "runs/step-000005/model/shard-00002-model-00002-of-00002.safetensors",
+                                      "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors",
+                                      "runs/step-000005/rank/rng-00000-of-00002.safetensors",
+                                      "runs/step-000005/rank/rng-00001-of-00002.safetensors"}));
   EXPECT_EQ(read_file(dir / "runs/latest"), "step-000005\n");
 
   const auto head = header_of(dir / "runs/step-000005/model/shard-00002-model-00001-of-00002.safetensors");
@@ -67,18 +72,20 @@ TEST(CommitTest, LaysFilesOutAsDocumented) {
   EXPECT_EQ(head.metadata.at("DCP_VERSION"), "1.0");
   EXPECT_EQ(head.metadata.at("format"), "pt");
   EXPECT_EQ(head.data_begin % 4096, 0U);
-  EXPECT_EQ(head.tensors[0].shape, std::vector<std::int64_t>{});   // s, 8 bytes an element, goes first
+  EXPECT_EQ(head.tensors[0].shape, std::vector<std::int64_t>{});  // s, 8 bytes an element, goes first
   EXPECT_EQ(head.tensors[1].shape, (std::vector<std::int64_t>{1, 6}));
   const auto crumb = header_of(dir / "runs/step-000005/model/shard-00002-model-00002-of-00002.safetensors");
   EXPECT_EQ(crumb.metadata.at("DCP_SHARDING_INFO"), R"({"w":{"saved_offsets":[1,4]}})");
-  EXPECT_EQ(header_of(dir / "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors").tensors[0].shape, std::vector<std::int64_t>{1});
+  EXPECT_EQ(header_of(dir / "runs/step-000005/optim/shard-00001-model-00001-of-00001.safetensors").tensors[0].shape,
+            std::vector<std::int64_t>{1});
 }
 
 TEST(CommitTest, KeepsItsFilesFromOthers) {
   const TempDir dir;
   save(2, dir / "runs", 5);
   for (const auto& entry : std::filesystem::recursive_directory_iterator(dir / "runs" / "step-000005")) {
-    EXPECT_EQ(entry.status().permissions(), static_cast<std::filesystem::perms>(entry.is_directory() ? 0700 : 0600)) << entry.path();
+    EXPECT_EQ(entry.status().permissions(), static_cast<std::filesystem::perms>(entry.is_directory() ? 0700 : 0600))
+        << entry.path();
   }
 }
 
@@ -167,19 +174,28 @@ void expect_all(const std::vector<std::string>& messages, const testing::Matcher
 TEST(CommitTest, RefusesAnUnwritableDirectoryOnAllRanks) {
   const TempDir dir;
   write_file(dir / "file", "");
-  expect_all(failures(3, [&](Context context) { save_checkpoint(context.communicator(), dir / "file", ModelShard(context.rank(), 3).content(1)); }),
+  expect_all(failures(3,
+                      [&](Context context) {
+                        save_checkpoint(context.communicator(), dir / "file", ModelShard(context.rank(), 3).content(1));
+                      }),
              AllOf(HasSubstr("save of step 1 to "), HasSubstr("failed on rank 0: "), HasSubstr("Not a directory")));
 }
 
 TEST(CommitTest, RefusesRanksThatDisagree) {
   const TempDir dir;
-  expect_all(failures(3, [&](Context context) { save_checkpoint(context.communicator(), dir.path(), ModelShard(context.rank(), 3).content(context.rank() == 2 ? 8 : 7)); }),
+  expect_all(failures(3,
+                      [&](Context context) {
+                        save_checkpoint(context.communicator(), dir.path(),
+                                        ModelShard(context.rank(), 3).content(context.rank() == 2 ? 8 : 7));
+                      }),
              HasSubstr("failed on rank 2: expected step 7 as on rank 0, got 8"));
-  expect_all(failures(2, [&](Context context) {
-    CheckpointContent content = ModelShard(context.rank(), 2).content(7);
-    content.scalars["epoch"] = context.rank();
-    save_checkpoint(context.communicator(), dir.path(), content);
-  }), HasSubstr("failed on rank 1: expected the tied names and scalars of rank 0"));
+  expect_all(failures(2,
+                      [&](Context context) {
+                        CheckpointContent content = ModelShard(context.rank(), 2).content(7);
+                        content.scalars["epoch"] = context.rank();
+                        save_checkpoint(context.communicator(), dir.path(), content);
+                      }),
+             HasSubstr("failed on rank 1: expected the tied names and scalars of rank 0"));
   EXPECT_TRUE(files_below(dir.path()).empty());
 }
 
@@ -194,7 +210,8 @@ TEST(CommitTest, RefusesAModelThatTheRanksHoldInPartOrTwice) {
       } else {
         whole.views()[0].end = 9;
       }
-      save_checkpoint(context.communicator(), dir.path(), {.step = 1, .views = whole.views(), .tied = {}, .scalars = {}, .rank_state = {}});
+      save_checkpoint(context.communicator(), dir.path(),
+                      {.step = 1, .views = whole.views(), .tied = {}, .scalars = {}, .rank_state = {}});
     });
   };
   expect_all(with_range(10, 18), HasSubstr("w: the ranks hold 17 elements"));
@@ -205,23 +222,30 @@ TEST(CommitTest, RefusesAModelThatTheRanksHoldInPartOrTwice) {
 
 TEST(CommitTest, RefusesTiesToNothingAndBadNamesOfRankState) {
   const TempDir dir;
-  expect_all(failures(2, [&](Context context) {
-    CheckpointContent content = ModelShard(context.rank(), 2).content(1);
-    content.tied["a"] = "nothing";
-    save_checkpoint(context.communicator(), dir.path(), content);
-  }), HasSubstr("no parameter is named nothing"));
-  expect_all(failures(2, [&](Context context) {
-    CheckpointContent content = ModelShard(context.rank(), 2).content(1);
-    content.rank_state["../rng"] = {};
-    save_checkpoint(context.communicator(), dir.path(), content);
-  }), HasSubstr("rank state \"../rng\""));
+  expect_all(failures(2,
+                      [&](Context context) {
+                        CheckpointContent content = ModelShard(context.rank(), 2).content(1);
+                        content.tied["a"] = "nothing";
+                        save_checkpoint(context.communicator(), dir.path(), content);
+                      }),
+             HasSubstr("no parameter is named nothing"));
+  expect_all(failures(2,
+                      [&](Context context) {
+                        CheckpointContent content = ModelShard(context.rank(), 2).content(1);
+                        content.rank_state["../rng"] = {};
+                        save_checkpoint(context.communicator(), dir.path(), content);
+                      }),
+             HasSubstr("rank state \"../rng\""));
 }
 
 TEST(CommitTest, DoesNotTouchAForeignDirectoryOfThatName) {
   const TempDir dir;
   std::filesystem::create_directory(dir / "step-000005");
   write_file(dir / "step-000005/thesis", "x");
-  expect_all(failures(2, [&](Context context) { save_checkpoint(context.communicator(), dir.path(), ModelShard(context.rank(), 2).content(5)); }),
+  expect_all(failures(2,
+                      [&](Context context) {
+                        save_checkpoint(context.communicator(), dir.path(), ModelShard(context.rank(), 2).content(5));
+                      }),
              HasSubstr("holds no manifest.json"));
   EXPECT_EQ(read_file(dir / "step-000005/thesis"), "x");
 }
@@ -258,7 +282,10 @@ TEST(CommitTest, RefusesWhileAnotherProcessWritesAndGoesOnWhenItIsDead) {
   const TempDir dir;
   {
     const LockHolder holder(dir.path());
-    expect_all(failures(2, [&](Context context) { save_checkpoint(context.communicator(), dir.path(), ModelShard(context.rank(), 2).content(5)); }),
+    expect_all(failures(2,
+                        [&](Context context) {
+                          save_checkpoint(context.communicator(), dir.path(), ModelShard(context.rank(), 2).content(5));
+                        }),
                AllOf(HasSubstr("is being written by host "), HasSubstr("pid " + std::to_string(holder.process()))));
   }
   save(2, dir.path(), 5);

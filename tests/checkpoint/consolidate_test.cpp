@@ -38,7 +38,9 @@ void fetch(const TensorInfo& info, std::span<std::byte> bytes) {
 
 class ConsolidateTest : public testing::Test {
  protected:
-  void write(const std::map<std::string, std::string>& metadata = {}) { write_consolidated(file_, infos(), metadata, fetch); }
+  void write(const std::map<std::string, std::string>& metadata = {}) {
+    write_consolidated(file_, infos(), metadata, fetch);
+  }
 
   TempDir dir_;
   std::filesystem::path file_ = dir_ / "model.safetensors";
@@ -68,7 +70,8 @@ TEST_F(ConsolidateTest, WritesTheMetadataAndNoTemporaryFile) {
   EXPECT_EQ(files_below(dir_.path()), std::vector<std::string>{"model.safetensors"});
   FileSystem system;
   const File file = File::open(system, file_);
-  const auto header = read_safetensors_header(file.bytes(), [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
+  const auto header = read_safetensors_header(
+      file.bytes(), [&](std::uint64_t offset, std::span<std::byte> bytes) { file.read(offset, bytes); });
   EXPECT_EQ(header.metadata, (std::map<std::string, std::string>{{"format", "pt"}, {"head.weight", "embed.weight"}}));
 }
 
@@ -109,11 +112,14 @@ TEST_F(ConsolidateTest, KeepsTheOldFileWhenAnyCallFails) {
     EXPECT_EQ(files_below(dir_.path()), std::vector<std::string>{"model.safetensors"}) << "call " << call;
     write_file(file_, old);
   }
-  EXPECT_GE(reported, 9U);   // open, allocate, 2 writes, fsync, close, rename, open and fsync of the directory
+  EXPECT_GE(reported, 9U);  // open, allocate, 2 writes, fsync, close, rename, open and fsync of the directory
 }
 
 TEST_F(ConsolidateTest, LeavesNothingBehindWhenFetchThrows) {
-  EXPECT_THROW(write_consolidated(file_, infos(), {}, [](const TensorInfo&, std::span<std::byte>) { throw std::runtime_error("peer died"); }), std::runtime_error);
+  EXPECT_THROW(
+      write_consolidated(file_, infos(), {},
+                         [](const TensorInfo&, std::span<std::byte>) { throw std::runtime_error("peer died"); }),
+      std::runtime_error);
   EXPECT_TRUE(files_below(dir_.path()).empty());
 }
 
@@ -124,7 +130,8 @@ TEST_F(ConsolidateTest, RefusesAnotherModelAndChangesNothing) {
   other[1].shape = {6};
   ModelShard shard(other, 0, 1);
   EXPECT_THAT([&] { read_consolidated(file_, shard.views()); },
-              ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr(file_.string()), HasSubstr("embedding.weight (nearest: embed.weight)"),
+              ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr(file_.string()),
+                                                            HasSubstr("embedding.weight (nearest: embed.weight)"),
                                                             HasSubstr("norm.bias expected [6], got [7]"))));
   EXPECT_TRUE(shard.is_clear());
 }
@@ -134,7 +141,8 @@ TEST_F(ConsolidateTest, RefusesADamagedFileByName) {
   const std::string bytes = read_file(file_);
   write_file(file_, bytes.substr(0, bytes.size() - 1));
   ModelShard shard(parameters(), 0, 1);
-  EXPECT_THAT([&] { read_consolidated(file_, shard.views()); }, ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("model.safetensors: "), HasSubstr("damaged"))));
+  EXPECT_THAT([&] { read_consolidated(file_, shard.views()); },
+              ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("model.safetensors: "), HasSubstr("damaged"))));
   EXPECT_TRUE(shard.is_clear());
 }
 

@@ -39,10 +39,17 @@ TEST_F(FileSystemTest, WritesAndReadsThroughInterruptsAndShortTransfers) {
 
 TEST_F(FileSystemTest, CreatesOnlyWhatDoesNotExist) {
   write_file(dir_ / "a", "old");
-  EXPECT_THAT([&] { File::create(system_, dir_ / "a", 0600); }, ThrowsMessage<CheckpointError>(HasSubstr("File exists")));
+  EXPECT_THAT([&] { File::create(system_, dir_ / "a", 0600); },
+              ThrowsMessage<CheckpointError>(HasSubstr("File exists")));
   std::filesystem::create_symlink(dir_ / "elsewhere", dir_ / "link");
   EXPECT_THROW(File::create(system_, dir_ / "link", 0600), CheckpointError);
   EXPECT_FALSE(std::filesystem::exists(dir_ / "elsewhere"));
+}
+
+TEST_F(FileSystemTest, FollowsALinkThatTheUserNamed) {
+  write_file(dir_ / "file", "x");
+  std::filesystem::create_symlink(dir_ / "file", dir_ / "link");
+  EXPECT_EQ(File::open(system_, dir_ / "link").read_text(1), "x");
 }
 
 TEST_F(FileSystemTest, OpensRegularFilesOnly) {
@@ -50,9 +57,13 @@ TEST_F(FileSystemTest, OpensRegularFilesOnly) {
   write_file(dir_ / "file", "x");
   std::filesystem::create_symlink(dir_ / "file", dir_ / "link");
   ASSERT_EQ(::mkfifo((dir_ / "pipe").c_str(), 0600), 0);
-  EXPECT_THAT([&] { File::open(system_, dir_ / "directory"); }, ThrowsMessage<CheckpointError>(HasSubstr("regular file")));
+  EXPECT_THAT([&] { File::open(system_, dir_ / "directory"); },
+              ThrowsMessage<CheckpointError>(HasSubstr("regular file")));
   EXPECT_THAT([&] { File::open(system_, dir_ / "pipe"); }, ThrowsMessage<CheckpointError>(HasSubstr("regular file")));
-  EXPECT_THAT([&] { File::open(system_, dir_ / "link"); }, ThrowsMessage<CheckpointError>(HasSubstr("symbolic link")));
+  EXPECT_THAT([&] { File::open_beneath(system_, dir_.path(), "link"); },
+              ThrowsMessage<CheckpointError>(HasSubstr("symbolic link")));
+  EXPECT_THAT([&] { File::open_lock(system_, dir_ / "link"); },
+              ThrowsMessage<CheckpointError>(HasSubstr("symbolic link")));
 }
 
 TEST_F(FileSystemTest, DoesNotLeaveTheRootThroughALinkedDirectory) {
@@ -68,7 +79,8 @@ TEST_F(FileSystemTest, NamesPathReasonAndSpaceOnAFullDisk) {
   File file = File::create(system_, dir_ / "big", 0600);
   system_.fail_at = static_cast<int>(system_.calls.size());
   EXPECT_THAT([&] { file.reserve(12345); },
-              ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("big: No space left on device"), HasSubstr("12345 bytes needed"), HasSubstr("free"))));
+              ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("big: No space left on device"),
+                                                            HasSubstr("12345 bytes needed"), HasSubstr("free"))));
 }
 
 TEST_F(FileSystemTest, FindsAFileThatEndsEarly) {
@@ -92,7 +104,7 @@ TEST_F(FileSystemTest, RemovesATreeButNotWhatItsLinksPointTo) {
   write_file(dir_ / "tree" / "sub" / "file", "x");
   std::filesystem::create_directory_symlink(dir_ / "kept", dir_ / "tree" / "link");
   remove_tree(system_, dir_ / "tree");
-  remove_tree(system_, dir_ / "tree");   // nothing there is fine
+  remove_tree(system_, dir_ / "tree");  // nothing there is fine
   EXPECT_EQ(files_below(dir_.path()), std::vector<std::string>{"kept/file"});
 }
 
@@ -124,7 +136,8 @@ TEST_F(FileSystemTest, GivesTheLockToOneHolderAndFreesItWithTheHandle) {
   {
     const JobLock lock(system_, dir_.path());
     EXPECT_THAT([&] { JobLock(system_, dir_.path()); },
-                ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("is being written by host "), HasSubstr(" pid " + std::to_string(::getpid()) + ":"))));
+                ThrowsMessage<CheckpointError>(testing::AllOf(HasSubstr("is being written by host "),
+                                                              HasSubstr(" pid " + std::to_string(::getpid()) + ":"))));
   }
   EXPECT_NO_THROW(JobLock(system_, dir_.path()));
 }

@@ -18,11 +18,15 @@ Manifest example() {
   manifest.step = 120;
   manifest.world_size = 2;
   manifest.library_version = "0.1.0";
-  manifest.tensors = {{"w \"quoted\"", DType::kFloat32, {4, 6}, ShardKind::kParameter}, {"s", DType::kInt64, {}, ShardKind::kParameter},
+  manifest.tensors = {{"w \"quoted\"", DType::kFloat32, {4, 6}, ShardKind::kParameter},
+                      {"s", DType::kInt64, {}, ShardKind::kParameter},
                       {"w \"quoted\"", DType::kFloat32, {0}, ShardKind::kOptimizer}};
   manifest.tied = {{"head", "s"}};
-  manifest.files = {{"model/a.safetensors", 4096 + 56, 4096, 1, std::string(32, '0')}, {"model/b.safetensors", 4096 + 48, 4096, 2, std::string(32, 'f')}};
-  manifest.extents = {{0, 0, {{0, 0}, {2, 6}}, 4096, 4144, 7}, {0, 1, {}, 4144, 4152, 8}, {1, 0, {{2, 0}, {2, 6}}, 4096, 4144, ~std::uint64_t{0}}};
+  manifest.files = {{"model/a.safetensors", 4096 + 56, 4096, 1, std::string(32, '0')},
+                    {"model/b.safetensors", 4096 + 48, 4096, 2, std::string(32, 'f')}};
+  manifest.extents = {{0, 0, {{0, 0}, {2, 6}}, 4096, 4144, 7},
+                      {0, 1, {}, 4144, 4152, 8},
+                      {1, 0, {{2, 0}, {2, 6}}, 4096, 4144, ~std::uint64_t{0}}};
   manifest.scalars = {{"a", INT64_MAX}, {"b", INT64_MIN}, {"c", 0}};
   return manifest;
 }
@@ -109,7 +113,9 @@ TEST(ManifestTest, RefusesAForgeryWithItsReason) {
       {"\"bytes\":[4096,4144]", "\"bytes\":[4096]", "expected 2 numbers"},
       {"\"scalars\":{", "\"scalars\":{\"a\":1.5,", "not an integer"},
   };
-  for (const auto& [from, to, reason] : forgeries) EXPECT_THAT(refusal(forged(text, from, to)), HasSubstr(reason)) << to;
+  for (const auto& [from, to, reason] : forgeries) {
+    EXPECT_THAT(refusal(forged(text, from, to)), HasSubstr(reason)) << to;
+  }
   EXPECT_EQ(refusal(forged(text, "120", "121")), "accepted");
 }
 
@@ -126,8 +132,12 @@ TEST(ManifestTest, FindsHolesAndOverlaps) {
     return std::string("accepted");
   };
   EXPECT_THAT(refused([](Manifest& m) { m.extents.pop_back(); }), HasSubstr("hold 12 elements, shape [4, 6] has 24"));
-  EXPECT_THAT(refused([](Manifest& m) { m.extents.push_back(m.extents[1]); }), HasSubstr("hold more than the 1 elements"));
-  EXPECT_THAT(refused([](Manifest& m) { m.extents[2].box.offsets = {1, 0}; }), HasSubstr("boxes at [0, 0] and [1, 0] overlap"));
+  EXPECT_THAT(refused([](Manifest& m) { m.extents.push_back(m.extents[1]); }),
+              HasSubstr("hold more than the 1 elements"));
+  EXPECT_THAT(refused([](Manifest& m) {
+                m.extents[2].box.offsets = {1, 0};
+              }),
+              HasSubstr("boxes at [0, 0] and [1, 0] overlap"));
 }
 
 TEST(ManifestTest, MergesWhatTheRanksWrote) {

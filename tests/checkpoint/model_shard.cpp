@@ -16,7 +16,9 @@ std::vector<std::byte> expected_bytes(const ShardView& view) {
   const std::vector<std::int64_t> indices = logical_indices(view.shape, view.strides);
   std::vector<std::byte> bytes;
   for (std::int64_t i = view.begin; i < view.end; ++i) {
-    for (std::size_t byte = 0; byte < size_of(view.dtype); ++byte) bytes.push_back(test_byte(view.name, indices[static_cast<std::size_t>(i)], byte));
+    for (std::size_t byte = 0; byte < size_of(view.dtype); ++byte) {
+      bytes.push_back(test_byte(view.name, indices[static_cast<std::size_t>(i)], byte));
+    }
   }
   return bytes;
 }
@@ -45,7 +47,8 @@ std::vector<ModelTensor> test_model() {
 }
 
 std::byte test_byte(const std::string& name, std::int64_t index, std::size_t byte) {
-  const std::size_t mixed = std::hash<std::string>()(name) + static_cast<std::size_t>(index) * 0x9e3779b97f4a7c15U + byte * 0xbf58476d1ce4e5b9U;
+  const std::size_t mixed = std::hash<std::string>()(name) + static_cast<std::size_t>(index) * 0x9e3779b97f4a7c15U +
+                            byte * 0xbf58476d1ce4e5b9U;
   return static_cast<std::byte>((mixed ^ (mixed >> 29)) * 0x94d049bb133111ebU >> 56);
 }
 
@@ -57,7 +60,8 @@ std::vector<std::byte> test_bytes(const std::string& name, DType dtype, const st
   return bytes;
 }
 
-std::vector<std::int64_t> logical_indices(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides) {
+std::vector<std::int64_t> logical_indices(const std::vector<std::int64_t>& shape,
+                                          const std::vector<std::int64_t>& strides) {
   const std::int64_t numel = std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
   std::vector<std::int64_t> indices(static_cast<std::size_t>(numel));
   for (std::int64_t index = 0; index < numel; ++index) {
@@ -74,10 +78,12 @@ ModelShard::ModelShard(std::vector<ModelTensor> tensors, int rank, int world_siz
   for (const ModelTensor& tensor : tensors_) {
     const std::int64_t numel = numel_of(tensor.shape), part = (totals[tensor.kind] + world_size - 1) / world_size;
     std::int64_t& first = firsts[tensor.kind];
-    const std::int64_t begin = std::clamp<std::int64_t>(rank * part - first, 0, numel), end = std::clamp<std::int64_t>((rank + 1) * part - first, 0, numel);
+    const std::int64_t begin = std::clamp<std::int64_t>(rank * part - first, 0, numel),
+                       end = std::clamp<std::int64_t>((rank + 1) * part - first, 0, numel);
     first += numel;
     bytes_.emplace_back(static_cast<std::size_t>(end - begin) * size_of(tensor.dtype), kClear);
-    views_.push_back({tensor.name, tensor.kind, tensor.dtype, tensor.shape, tensor.strides, begin, end, bytes_.back().data()});
+    views_.push_back(
+        {tensor.name, tensor.kind, tensor.dtype, tensor.shape, tensor.strides, begin, end, bytes_.back().data()});
   }
 }
 
@@ -97,11 +103,15 @@ bool ModelShard::is_filled() const {
 }
 
 bool ModelShard::is_clear() const {
-  return std::ranges::all_of(bytes_, [](const auto& bytes) { return std::ranges::all_of(bytes, [](std::byte b) { return b == kClear; }); });
+  return std::ranges::all_of(
+      bytes_, [](const auto& bytes) { return std::ranges::all_of(bytes, [](std::byte b) { return b == kClear; }); });
 }
 
 CheckpointContent ModelShard::content(std::int64_t step) const {
-  return {.step = step, .views = views_, .tied = {{"head.weight", "embed.weight"}}, .scalars = {{"optimizer_step.embed.weight", step}, {"offset", -3}},
+  return {.step = step,
+          .views = views_,
+          .tied = {{"head.weight", "embed.weight"}},
+          .scalars = {{"optimizer_step.embed.weight", step}, {"offset", -3}},
           .rank_state = {}};
 }
 

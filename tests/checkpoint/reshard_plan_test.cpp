@@ -15,18 +15,18 @@ struct Layout {
 
 std::vector<Layout> layouts() {
   return {
-      {{}, {}},                                      // 0-d
+      {{}, {}},  // 0-d
       {{1}, {1}},
       {{13}, {1}},
       {{4, 6}, {6, 1}},
-      {{5, 3}, {1, 5}},                              // transposed
-      {{7, 1, 3}, {3, 99, 1}},                       // the stride of a size of 1 means nothing
+      {{5, 3}, {1, 5}},         // transposed
+      {{7, 1, 3}, {3, 99, 1}},  // the stride of a size of 1 means nothing
       {{1, 1}, {1, 1}},
       {{0}, {1}},
       {{3, 0, 2}, {0, 2, 1}},
       {{2, 3, 2, 5}, {30, 10, 5, 1}},
-      {{2, 3, 4, 5}, {60, 1, 15, 3}},                // channels last
-      {{3, 2, 4}, {2, 1, 6}},                        // a permutation with no name
+      {{2, 3, 4, 5}, {60, 1, 15, 3}},  // channels last
+      {{3, 2, 4}, {2, 1, 6}},          // a permutation with no name
   };
 }
 
@@ -35,7 +35,9 @@ void count_elements(const std::vector<std::int64_t>& shape, const Box& box, std:
   const std::vector<std::int64_t> strides = row_major_strides(shape);
   for (std::int64_t i = 0; i < numel_of(box.sizes); ++i) {
     std::int64_t rest = i, index = 0;
-    for (std::size_t d = shape.size(); d-- > 0; rest /= box.sizes[d]) index += (box.offsets[d] + rest % box.sizes[d]) * strides[d];
+    for (std::size_t d = shape.size(); d-- > 0; rest /= box.sizes[d]) {
+      index += (box.offsets[d] + rest % box.sizes[d]) * strides[d];
+    }
     ++counts.at(static_cast<std::size_t>(index));
   }
 }
@@ -62,7 +64,9 @@ TEST(ReshardPlanTest, HoldsExactlyTheElementsOfEveryRange) {
     for (std::int64_t begin = 0; begin <= numel; ++begin) {
       for (std::int64_t end = begin; end <= numel; end += 1 + numel / 40) {
         std::vector<int> counts(static_cast<std::size_t>(numel), 0), expected(counts);
-        for (std::int64_t i = begin; i < end; ++i) ++expected[static_cast<std::size_t>(indices[static_cast<std::size_t>(i)])];
+        for (std::int64_t i = begin; i < end; ++i) {
+          ++expected[static_cast<std::size_t>(indices[static_cast<std::size_t>(i)])];
+        }
         for (const Box& box : boxes_of({shape, strides, begin, end})) count_elements(shape, box, counts);
         ASSERT_EQ(counts, expected) << testing::PrintToString(shape) << " [" << begin << ", " << end << ")";
       }
@@ -89,8 +93,11 @@ TEST(ReshardPlanTest, ExpressesATransposedRangeInLogicalCoordinates) {
 }
 
 TEST(ReshardPlanTest, RefusesStridesThatAreNotDense) {
-  const std::vector<Layout> bad = {{{2, 3}, {4, 1}}, {{2, 3}, {3, 2}}, {{2, 3}, {0, 1}}, {{2, 3}, {1}}, {{2, 2}, {1, 1}}, {{2, 2}, {-2, 1}}};
-  for (const auto& [shape, strides] : bad) EXPECT_THROW(boxes_of({shape, strides, 0, 1}), InvalidArgument) << testing::PrintToString(strides);
+  const std::vector<Layout> bad = {{{2, 3}, {4, 1}}, {{2, 3}, {3, 2}}, {{2, 3}, {0, 1}},
+                                   {{2, 3}, {1}},    {{2, 2}, {1, 1}}, {{2, 2}, {-2, 1}}};
+  for (const auto& [shape, strides] : bad) {
+    EXPECT_THROW(boxes_of({shape, strides, 0, 1}), InvalidArgument) << testing::PrintToString(strides);
+  }
 }
 
 TEST(ReshardPlanTest, RefusesARangeOutsideTheTensor) {
@@ -102,13 +109,14 @@ TEST(ReshardPlanTest, RefusesARangeOutsideTheTensor) {
 TEST(ReshardPlanTest, IntersectsBoxes) {
   const Box a{{1, 2}, {3, 4}};
   EXPECT_EQ(intersect(a, {{2, 0}, {5, 3}}), (Box{{2, 2}, {2, 1}}));
-  EXPECT_EQ(intersect(a, {{4, 2}, {1, 4}}), std::nullopt);   // they only touch
-  EXPECT_EQ(intersect(Box{}, Box{}), Box{});                 // the one element of a 0-d tensor
+  EXPECT_EQ(intersect(a, {{4, 2}, {1, 4}}), std::nullopt);  // they only touch
+  EXPECT_EQ(intersect(Box{}, Box{}), Box{});                // the one element of a 0-d tensor
 }
 
 TEST(ReshardPlanTest, FindsThatAProductDoesNotFit) {
   EXPECT_EQ(checked_numel(std::vector<std::int64_t>{std::int64_t{1} << 32, std::int64_t{1} << 31}), std::nullopt);
-  EXPECT_EQ(checked_numel(std::vector<std::int64_t>{std::int64_t{1} << 32, std::int64_t{1} << 30}), std::int64_t{1} << 62);
+  EXPECT_EQ(checked_numel(std::vector<std::int64_t>{std::int64_t{1} << 32, std::int64_t{1} << 30}),
+            std::int64_t{1} << 62);
   EXPECT_EQ(checked_numel(std::vector<std::int64_t>{3, -1}), std::nullopt);
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,7 +21,9 @@ std::string length_of(std::uint64_t value) {
   return bytes;
 }
 
-std::string file_with(const std::string& json, std::size_t data_bytes = 0) { return length_of(json.size()) + json + std::string(data_bytes, '\0'); }
+std::string file_with(const std::string& json, std::size_t data_bytes = 0) {
+  return length_of(json.size()) + json + std::string(data_bytes, '\0');
+}
 
 SafetensorsHeader read(const std::string& file) {
   return read_safetensors_header(file.size(), [&](std::uint64_t offset, std::span<std::byte> out) {
@@ -31,6 +34,12 @@ SafetensorsHeader read(const std::string& file) {
 
 std::string w(const std::string& fields) { return R"({"w":{)" + fields + "}}"; }
 
+// One tensor of bytes.
+std::string u8(const std::string& name, int size, int begin, int end) {
+  return fmt::format(R"("{}":{{"dtype":"U8","shape":[{}],"data_offsets":[{},{}]}})", name, size, begin, end);
+}
+std::string two(const std::string& a, const std::string& b) { return "{" + a + "," + b + "}"; }
+
 std::string repeated(const std::string& text, std::size_t count) {
   std::string all;
   for (std::size_t i = 0; i < count; ++i) all += text;
@@ -40,7 +49,7 @@ std::string repeated(const std::string& text, std::size_t count) {
 struct Hostile {
   const char* name;
   std::string file;
-  const char* reason;   // part of the error
+  const char* reason;  // part of the error
 };
 
 std::vector<Hostile> framing() {
@@ -88,9 +97,10 @@ std::vector<Hostile> structure() {
       {"unknown_array", file_with(w(R"("strides":[1])")), "unknown field"},
       {"unknown_object", file_with(w(R"("x":{})")), "got an object"},
       {"boolean_field", file_with(w(R"("dtype":true)")), "true and false"},
-      {"duplicate_tensor", file_with(R"({"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "stands twice"},
-      {"duplicate_by_escape", file_with(R"({"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"\u0077":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "stands twice"},
-      {"duplicate_field", file_with(w(R"("dtype":"U8","dtype":"F32","shape":[1],"data_offsets":[0,1])"), 1), "stands twice"},
+      {"duplicate_tensor", file_with(two(u8("w", 1, 0, 1), u8("w", 1, 0, 1)), 1), "stands twice"},
+      {"duplicate_by_escape", file_with(two(u8("w", 1, 0, 1), u8("\\u0077", 1, 0, 1)), 1), "stands twice"},
+      {"duplicate_field", file_with(w(R"("dtype":"U8","dtype":"F32","shape":[1],"data_offsets":[0,1])"), 1),
+       "stands twice"},
       {"duplicate_metadata", file_with(R"({"__metadata__":{"a":"1","a":"2"}})"), "stands twice"},
       {"metadata_twice", file_with(R"({"__metadata__":{},"__metadata__":{}})"), "stands twice"},
       {"metadata_number", file_with(R"({"__metadata__":{"a":1}})"), "number where none"},
@@ -98,12 +108,15 @@ std::vector<Hostile> structure() {
       {"metadata_array", file_with(R"({"__metadata__":{"a":["b"]}})"), "array where none"},
       {"metadata_is_text", file_with(R"({"__metadata__":"a"})"), "string where none"},
       {"empty_name", file_with(R"({"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "name is empty"},
-      {"nul_in_name", file_with(R"({"a\u0000b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "control character"},
-      {"newline_in_name", file_with(R"({"a\nb":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "control character"},
+      {"nul_in_name", file_with(R"({"a\u0000b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1),
+       "control character"},
+      {"newline_in_name", file_with(R"({"a\nb":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1),
+       "control character"},
       {"long_name", file_with("{\"" + std::string(4097, 'n') + "\":{}}"), "longer than 4096"},
       {"deep_array", file_with(w("\"shape\":[[1]]")), "array where none"},
       {"deep_braces", file_with(repeated("{\"a\":", 1'000'000) + repeated("}", 1'000'000)), "got an object"},
-      {"deep_brackets", file_with("{\"a\":" + repeated("[", 1'000'000) + repeated("]", 1'000'000) + "}"), "array where none"},
+      {"deep_brackets", file_with("{\"a\":" + repeated("[", 1'000'000) + repeated("]", 1'000'000) + "}"),
+       "array where none"},
   };
 }
 
@@ -116,21 +129,30 @@ std::vector<Hostile> numbers() {
       {"whole_fraction", file_with(w(R"("dtype":"U8","shape":[1.0],"data_offsets":[0,1])"), 1), "not an integer"},
       {"exponent", file_with(w(R"("dtype":"U8","shape":[1e0],"data_offsets":[0,1])"), 1), "not an integer"},
       {"out_of_range", file_with(w(R"("dtype":"U8","shape":[1e999],"data_offsets":[0,1])"), 1), "not JSON"},
-      {"size_over_64_bits", file_with(w(R"("dtype":"U8","shape":[)" + over + R"(],"data_offsets":[0,1])"), 1), "not an integer"},
-      {"size_over_63_bits", file_with(w(R"("dtype":"U8","shape":[)" + huge + R"(],"data_offsets":[0,1])"), 1), "63 bits"},
-      {"product_wraps_to_0", file_with(w(R"("dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0])")), "more bytes than 64 bits"},
-      {"product_wraps_then_0", file_with(w(R"("dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0])")), "more bytes than 64 bits"},
-      {"bytes_wrap_to_0", file_with(w(R"("dtype":"F64","shape":[4611686018427387904],"data_offsets":[0,0])")), "more bytes than 64 bits"},
+      {"size_over_64_bits", file_with(w(R"("dtype":"U8","shape":[)" + over + R"(],"data_offsets":[0,1])"), 1),
+       "not an integer"},
+      {"size_over_63_bits", file_with(w(R"("dtype":"U8","shape":[)" + huge + R"(],"data_offsets":[0,1])"), 1),
+       "63 bits"},
+      {"product_wraps_to_0", file_with(w(R"("dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0])")),
+       "more bytes than 64 bits"},
+      {"product_wraps_then_0", file_with(w(R"("dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0])")),
+       "more bytes than 64 bits"},
+      {"bytes_wrap_to_0", file_with(w(R"("dtype":"F64","shape":[4611686018427387904],"data_offsets":[0,0])")),
+       "more bytes than 64 bits"},
       {"span_too_short", file_with(w(R"("dtype":"F32","shape":[2],"data_offsets":[0,4])"), 4), "expected 8 bytes"},
       {"span_too_long", file_with(w(R"("dtype":"F32","shape":[2],"data_offsets":[0,12])"), 12), "expected 8 bytes"},
-      {"end_before_begin", file_with(w(R"("dtype":"U8","shape":[1],"data_offsets":[5,4])"), 5), "end before they begin"},
+      {"end_before_begin", file_with(w(R"("dtype":"U8","shape":[1],"data_offsets":[5,4])"), 5),
+       "end before they begin"},
       {"starts_behind_0", file_with(w(R"("dtype":"U8","shape":[1],"data_offsets":[1,2])"), 2), "gap or an overlap"},
-      {"far_past_the_end", file_with(w(R"("dtype":"U8","shape":[1000000],"data_offsets":[0,1000000])"), 1), "past the end"},
-      {"many_dimensions", file_with(w(R"("dtype":"U8","shape":[1)" + repeated(",1", 64) + R"(],"data_offsets":[0,1])"), 1), "more than 64 dimensions"},
-      {"overlap", file_with(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", 6), "gap or an overlap"},
-      {"same_bytes", file_with(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})", 4), "gap or an overlap"},
-      {"gap", file_with(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[5,9]}})", 9), "gap or an overlap"},
-      {"empty_in_the_middle", file_with(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}})", 4), "gap or an overlap"},
+      {"far_past_the_end", file_with(w(R"("dtype":"U8","shape":[1000000],"data_offsets":[0,1000000])"), 1),
+       "past the end"},
+      {"many_dimensions",
+       file_with(w(R"("dtype":"U8","shape":[1)" + repeated(",1", 64) + R"(],"data_offsets":[0,1])"), 1),
+       "more than 64 dimensions"},
+      {"overlap", file_with(two(u8("a", 4, 0, 4), u8("b", 4, 2, 6)), 6), "gap or an overlap"},
+      {"same_bytes", file_with(two(u8("a", 4, 0, 4), u8("b", 4, 0, 4)), 4), "gap or an overlap"},
+      {"gap", file_with(two(u8("a", 4, 0, 4), u8("b", 4, 5, 9)), 9), "gap or an overlap"},
+      {"empty_in_the_middle", file_with(two(u8("a", 4, 0, 4), u8("b", 0, 2, 2)), 4), "gap or an overlap"},
   };
 }
 
@@ -156,9 +178,14 @@ INSTANTIATE_TEST_SUITE_P(Numbers, HostileHeaderTest, testing::ValuesIn(numbers()
 TEST(HostileHeaderTest, AcceptsTheHonestNeighbours) {
   EXPECT_EQ(read(file_with("{}")).tensors.size(), 0U);
   EXPECT_EQ(read(file_with(R"({"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}   )", 4)).tensors.size(), 1U);
-  EXPECT_EQ(read(file_with(R"({"b":{"shape":[2],"data_offsets":[4,6],"dtype":"U8"},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}})", 6)).tensors.front().name, "a");
-  EXPECT_EQ(read(file_with(w(R"("dtype":"U8","shape":[1)" + repeated(",1", 63) + R"(],"data_offsets":[0,1])"), 1)).tensors.size(), 1U);
-  EXPECT_EQ(read(file_with("{\"" + std::string(4096, 'n') + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})")).tensors.size(), 1U);
+  const std::string out_of_order = two(u8("b", 2, 4, 6), R"("a":{"data_offsets":[0,4],"shape":[],"dtype":"F32"})");
+  EXPECT_EQ(read(file_with(out_of_order, 6)).tensors.front().name, "a");
+  EXPECT_EQ(read(file_with(w(R"("dtype":"U8","shape":[1)" + repeated(",1", 63) + R"(],"data_offsets":[0,1])"), 1))
+                .tensors.size(),
+            1U);
+  EXPECT_EQ(read(file_with("{\"" + std::string(4096, 'n') + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})"))
+                .tensors.size(),
+            1U);
 }
 
 }  // namespace

@@ -15,8 +15,8 @@ TEST(StepDirectoryTest, NamesAStepWithSixDigitsOrMore) {
 }
 
 TEST(StepDirectoryTest, TakesNoOtherNameForAStep) {
-  for (const char* name : {"", "step-", "step-120", "step-0000120", "step--00001", "step-+00001", "step-000120 ", "step-000120.tmp-0123456789abcdef",
-                           "Step-000120", "step-99999999999999999999", "latest"}) {
+  for (const char* name : {"", "step-", "step-120", "step-0000120", "step--00001", "step-+00001", "step-000120 ",
+                           "step-000120.tmp-0123456789abcdef", "Step-000120", "step-99999999999999999999", "latest"}) {
     EXPECT_EQ(step_of(name), std::nullopt) << name;
   }
 }
@@ -24,7 +24,8 @@ TEST(StepDirectoryTest, TakesNoOtherNameForAStep) {
 TEST(StepDirectoryTest, TellsTemporaryNames) {
   EXPECT_EQ(temporary_name(7, "0123456789abcdef"), "step-000007.tmp-0123456789abcdef");
   EXPECT_TRUE(is_temporary("step-000007.tmp-0123456789abcdef"));
-  for (const char* name : {"step-000007", "step-000007.tmp-", "step-000007.tmp-0123456789abcdeg", "step-7.tmp-0123456789abcdef", "x.tmp-0123456789abcdef"}) {
+  for (const char* name : {"step-000007", "step-000007.tmp-", "step-000007.tmp-0123456789abcdeg",
+                           "step-7.tmp-0123456789abcdef", "x.tmp-0123456789abcdef"}) {
     EXPECT_FALSE(is_temporary(name)) << name;
   }
 }
@@ -34,8 +35,12 @@ TEST(StepDirectoryTest, FindsTheNewestStepThatHasAManifest) {
   FileSystem system;
   EXPECT_EQ(newest_step(system, dir / "missing"), std::nullopt);
   EXPECT_EQ(newest_step(system, dir.path()), std::nullopt);
-  for (const char* name : {"step-000009", "step-000010", "step-1000000", "step-000011.tmp-0123456789abcdef", "other"}) std::filesystem::create_directory(dir / name);
-  for (const char* name : {"step-000009", "step-000010", "step-000011.tmp-0123456789abcdef", "other"}) write_file(dir / name / "manifest.json", "{}");
+  for (const char* name : {"step-000009", "step-000010", "step-1000000", "step-000011.tmp-0123456789abcdef", "other"}) {
+    std::filesystem::create_directory(dir / name);
+  }
+  for (const char* name : {"step-000009", "step-000010", "step-000011.tmp-0123456789abcdef", "other"}) {
+    write_file(dir / name / "manifest.json", "{}");
+  }
   write_file(dir / "step-000012", "a file where a directory is expected");
   EXPECT_EQ(newest_step(system, dir.path()), 10);
 }

@@ -12,7 +12,8 @@ namespace fsdp {
 
 namespace {
 
-// In memory where that can be had: a save waits for the disk a dozen times, and the tests save thousands of times. TMPDIR chooses another.
+// In memory where that can be had: a save waits for the disk a dozen times, and the tests save thousands of times.
+// TMPDIR chooses another.
 std::filesystem::path parent_directory() {
   if (::getenv("TMPDIR") == nullptr && ::access("/dev/shm", W_OK) == 0) return "/dev/shm";
   return std::filesystem::temp_directory_path();

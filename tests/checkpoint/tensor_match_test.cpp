@@ -39,8 +39,9 @@ TEST(TensorMatchTest, FindsEachTensorByKindAndName) {
 }
 
 TEST(TensorMatchTest, NamesAllDifferencesInOneLine) {
-  const std::string message = mismatch({view("layers.0.weight"), view("bias", {2, 3}), view("scale", {4}, DType::kBFloat16)},
-                                       {tensor("layer.0.weight"), tensor("bias", {3, 2}), tensor("scale")});
+  const std::string message = mismatch(
+      {view("layers.0.weight"), view("bias", {2, 3}), view("scale", {4}, DType::kBFloat16)},
+      {tensor("layer.0.weight"), tensor("bias", {3, 2}), tensor("scale")});
   EXPECT_THAT(message, HasSubstr("missing in the checkpoint: layers.0.weight (nearest: layer.0.weight)"));
   EXPECT_THAT(message, HasSubstr("not asked for by the model: layer.0.weight"));
   EXPECT_THAT(message, HasSubstr("shape: bias expected [2, 3], got [3, 2]"));
@@ -60,7 +61,9 @@ TEST(TensorMatchTest, GivesNoHintWhereNothingIsNear) {
 
 TEST(TensorMatchTest, TakesAnAliasWhereTheNameIsNotThere) {
   const Aliases aliases{.instead = {{"head", "embed"}}, .not_needed = {"copy"}};
-  EXPECT_EQ(match_views(std::vector{view("head"), view("embed")}, std::vector{tensor("copy"), tensor("embed")}, aliases), (std::vector<std::size_t>{1, 1}));
+  EXPECT_EQ(
+      match_views(std::vector{view("head"), view("embed")}, std::vector{tensor("copy"), tensor("embed")}, aliases),
+      (std::vector<std::size_t>{1, 1}));
 }
 
 TEST(TensorMatchTest, RefusesViewsThatCannotBeSaved) {
@@ -74,11 +77,17 @@ TEST(TensorMatchTest, RefusesViewsThatCannotBeSaved) {
   };
   EXPECT_NO_THROW(with([](ShardView&) {})());
   EXPECT_THAT(with([](ShardView& v) { v.name = ""; }), ThrowsMessage<CheckpointError>(HasSubstr("name is empty")));
-  EXPECT_THAT(with([](ShardView& v) { v.kind = ShardKind::kGradient; }), ThrowsMessage<CheckpointError>(HasSubstr("gradients are not saved")));
-  EXPECT_THAT(with([](ShardView& v) { v.strides = {2}; }), ThrowsMessage<CheckpointError>(HasSubstr("view w: strides [2] of shape [4] are not dense")));
+  EXPECT_THAT(with([](ShardView& v) { v.kind = ShardKind::kGradient; }),
+              ThrowsMessage<CheckpointError>(HasSubstr("gradients are not saved")));
+  EXPECT_THAT(with([](ShardView& v) { v.strides = {2}; }),
+              ThrowsMessage<CheckpointError>(HasSubstr("view w: strides [2] of shape [4] are not dense")));
   EXPECT_THAT(with([](ShardView& v) { v.end = 5; }), ThrowsMessage<CheckpointError>(HasSubstr("range [0, 5)")));
   EXPECT_THAT(with([](ShardView& v) { v.data = nullptr; }), ThrowsMessage<CheckpointError>(HasSubstr("got null")));
-  EXPECT_THAT([&] { check_views(std::vector{view("w"), view("w")}); }, ThrowsMessage<CheckpointError>(HasSubstr("stands twice")));
+  EXPECT_THAT(
+      [&] {
+        check_views(std::vector{view("w"), view("w")});
+      },
+      ThrowsMessage<CheckpointError>(HasSubstr("stands twice")));
 }
 
 }  // namespace

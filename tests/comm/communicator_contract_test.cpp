@@ -21,7 +21,8 @@ using reference::Bytes;
 constexpr std::int64_t kLarge = std::int64_t{4} << 20;
 constexpr std::int64_t kCounts[] = {0, 1, 4, 1000, 10007, kLarge};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kInt64};
-constexpr DType kOtherDTypes[] = {DType::kFloat64, DType::kFloat16, DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8};
+constexpr DType kOtherDTypes[] = {DType::kFloat64, DType::kFloat16, DType::kInt32,
+                                  DType::kInt16,   DType::kInt8,    DType::kUInt8};
 
 class CommunicatorContractTest : public testing::TestWithParam<std::tuple<std::string, int>> {
  protected:
@@ -30,8 +31,8 @@ class CommunicatorContractTest : public testing::TestWithParam<std::tuple<std::s
     run_ranks(world_size(), body, {.backend = std::get<0>(GetParam())});
   }
 
-  // Calls check(dtype, count) for the grid, and the rarer types at small counts. `shares` divides the largest count, where a
-  // call moves so many times the count.
+  // Calls check(dtype, count) for the grid, and the rarer types at small counts. `shares` divides the largest count, where
+  // a call moves so many times the count.
   void for_each_shape(int shares, const std::function<void(DType, std::int64_t)>& check) const {
     for (const std::int64_t count : kCounts) {
       for (const DType dtype : kDTypes) check(dtype, count == kLarge ? count / shares : count);
@@ -59,7 +60,9 @@ Bytes part_of(const Bytes& whole, int index, std::size_t bytes) {
 
 std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
 
-std::string shape_name(DType dtype, std::int64_t count) { return std::string(name_of(dtype)) + " x " + std::to_string(count); }
+std::string shape_name(DType dtype, std::int64_t count) {
+  return std::string(name_of(dtype)) + " x " + std::to_string(count);
+}
 
 TEST_P(CommunicatorContractTest, AllGatherConcatenatesInRankOrder) {
   for_each_shape(world_size(), [&](DType dtype, std::int64_t count) {
@@ -105,7 +108,7 @@ TEST_P(CommunicatorContractTest, AllReduceFoldsInRankOrder) {
   for_each_shape(1, [&](DType dtype, std::int64_t count) {
     const auto all = inputs(dtype, count);
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin}) {
-      if (op != ReduceOp::kSum && count == kLarge) continue;   // the chunks are those of the sum
+      if (op != ReduceOp::kSum && count == kLarge) continue;  // the chunks are those of the sum
       const Bytes expected = reference::fold(dtype, op, all);
       run([&](Context context) {
         Bytes data = all[index_of(context.rank())];
@@ -121,7 +124,7 @@ TEST_P(CommunicatorContractTest, BroadcastCopiesTheRoots) {
     const auto all = inputs(dtype, count);
     run([&](Context context) {
       for (const int root : {0, world_size() - 1}) {
-        if (root == 0 && count == kLarge) continue;   // one root shows the chunks
+        if (root == 0 && count == kLarge) continue;  // one root shows the chunks
         Bytes data = all[index_of(context.rank())];
         context.communicator().broadcast(data, root);
         EXPECT_TRUE(data == all[index_of(root)]) << shape_name(dtype, count) << " from " << root;
@@ -170,13 +173,15 @@ TEST_P(CommunicatorContractTest, ReduceSumsWhatLiesInTheSegments) {
       }
       const Bytes assigned = reference::reduce(dtype, shares, count, world_size(), {});
       Bytes output(assigned.size());
-      communicator.reduce({.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .divisor = world_size()});
+      communicator.reduce(
+          {.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .divisor = world_size()});
       EXPECT_TRUE(output == assigned) << shape_name(dtype, count);
       // The second rank has nothing to give, and the result is added to the first.
       pointers[index_of(1 % world_size())] = nullptr;
       shares[index_of(1 % world_size())].clear();
       const Bytes accumulated = reference::reduce(dtype, shares, count, 1, assigned);
-      communicator.reduce({.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .accumulate = true});
+      communicator.reduce(
+          {.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .accumulate = true});
       EXPECT_TRUE(output == accumulated) << shape_name(dtype, count);
       communicator.barrier();
     });
@@ -226,7 +231,8 @@ TEST_P(CommunicatorContractTest, WaitUntilSeesAPeersStoreAfterItsRing) {
     for (int round = 1; round <= 200; ++round) {
       word(context.rank()).store(round, std::memory_order_release);
       communicator.ring();
-      communicator.wait_until([&] { return word(next).load(std::memory_order_acquire) >= round; }, "the next rank's round");
+      communicator.wait_until([&] { return word(next).load(std::memory_order_acquire) >= round; },
+                              "the next rank's round");
     }
     communicator.barrier();
   });
@@ -248,7 +254,9 @@ TEST_P(CommunicatorContractTest, AllocateOfDifferentSizesFailsOnEveryRankAndLeav
       communicator.allocate(context.rank() == 1 ? 200 : 100);
       ADD_FAILURE() << "allocated";
     } catch (const InvalidArgument& error) {
-      EXPECT_NE(std::string(error.what()).find("allocate of 100 bytes, rank 1 in allocate of 200 bytes"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("allocate of 100 bytes, rank 1 in allocate of 200 bytes"),
+                std::string::npos)
+          << error.what();
       EXPECT_EQ(error.rank(), 1);
     }
     EXPECT_EQ(communicator.allocate(64)->bytes(), 64U);

@@ -11,7 +11,8 @@ namespace {
 using testing::HasSubstr;
 
 Variables torchrun(const char* rank, const char* world_size, const char* local_rank, const char* local_world_size) {
-  return {{"RANK", rank}, {"WORLD_SIZE", world_size}, {"LOCAL_RANK", local_rank}, {"LOCAL_WORLD_SIZE", local_world_size}};
+  return {
+      {"RANK", rank}, {"WORLD_SIZE", world_size}, {"LOCAL_RANK", local_rank}, {"LOCAL_WORLD_SIZE", local_world_size}};
 }
 
 std::string error_of(const Variables& variables, int rank = -1, int world_size = -1) {
@@ -51,7 +52,8 @@ TEST(LaunchEnvironmentTest, ExplicitOptionsWinOverTheLauncher) {
 
 TEST(LaunchEnvironmentTest, HalfOfAnExplicitPairOrAnImpossibleOneIsRefused) {
   const std::pair<int, int> impossible[] = {{0, -1}, {-1, 2}, {2, 2}, {-2, 2}, {0, 0}, {3, 1}};
-  for (const auto& [rank, world_size] : impossible) EXPECT_THAT(error_of({}, rank, world_size), HasSubstr("0 <= rank < world_size"));
+  for (const auto& [rank, world_size] : impossible)
+    EXPECT_THAT(error_of({}, rank, world_size), HasSubstr("0 <= rank < world_size"));
 }
 
 TEST(LaunchEnvironmentTest, APartOfASetIsRefusedWithWhatWasFound) {
@@ -62,25 +64,30 @@ TEST(LaunchEnvironmentTest, APartOfASetIsRefusedWithWhatWasFound) {
     EXPECT_THAT(text, HasSubstr(std::string(missing) + " unset"));
     EXPECT_THAT(text, HasSubstr("set all four or none"));
   }
-  EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}), HasSubstr("RANK unset, WORLD_SIZE=2, LOCAL_RANK unset, LOCAL_WORLD_SIZE unset"));
+  EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}),
+              HasSubstr("RANK unset, WORLD_SIZE=2, LOCAL_RANK unset, LOCAL_WORLD_SIZE unset"));
 }
 
 TEST(LaunchEnvironmentTest, ValuesThatCannotBeAreRefusedWithWhatWasFound) {
   const Variables impossible[] = {
-      torchrun("2", "2", "0", "2"), torchrun("-1", "2", "0", "2"), torchrun("0", "0", "0", "0"), torchrun("0", "2", "2", "2"),
-      torchrun("0", "2", "-1", "2"), torchrun("0", "2", "0", "4"), torchrun("0", "2", "1", "2"),
+      torchrun("2", "2", "0", "2"), torchrun("-1", "2", "0", "2"), torchrun("0", "0", "0", "0"),
+      torchrun("0", "2", "2", "2"), torchrun("0", "2", "-1", "2"), torchrun("0", "2", "0", "4"),
+      torchrun("0", "2", "1", "2"),
   };
   for (const Variables& variables : impossible) {
-    EXPECT_THAT(error_of(variables), HasSubstr("RANK=" + variables.at("RANK") + ", WORLD_SIZE=" + variables.at("WORLD_SIZE")));
+    EXPECT_THAT(error_of(variables),
+                HasSubstr("RANK=" + variables.at("RANK") + ", WORLD_SIZE=" + variables.at("WORLD_SIZE")));
   }
   for (const char* junk : {"", "x", "1x", " 1", "1.0", "99999999999"}) {
-    EXPECT_THAT(error_of(torchrun(junk, "2", "0", "2")), HasSubstr("integer in RANK, got \"" + std::string(junk) + "\""));
+    EXPECT_THAT(error_of(torchrun(junk, "2", "0", "2")),
+                HasSubstr("integer in RANK, got \"" + std::string(junk) + "\""));
     EXPECT_THAT(error_of(torchrun("0", "2", "0", junk)), HasSubstr("integer in LOCAL_WORLD_SIZE"));
   }
 }
 
 TEST(LaunchEnvironmentTest, FsdpRendezvousNamesTheSocket) {
-  const RendezvousSocket socket = rendezvous_socket({{"FSDP_RENDEZVOUS", "/run/job/socket"}, {"MASTER_PORT", "29500"}}, 7);
+  const RendezvousSocket socket = rendezvous_socket({{"FSDP_RENDEZVOUS", "/run/job/socket"}, {"MASTER_PORT", "29500"}},
+                                                    7);
   EXPECT_EQ(socket.path, "/run/job/socket");
   EXPECT_FALSE(socket.create_directory);
   EXPECT_THROW(rendezvous_socket({{"FSDP_RENDEZVOUS", "socket"}}, 7), InvalidArgument);

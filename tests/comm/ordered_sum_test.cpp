@@ -1,5 +1,6 @@
 #include "comm/ordered_sum.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -27,7 +28,8 @@ std::vector<T> folded(DType dtype, ReduceOp op, const std::vector<std::vector<T>
   std::vector<const std::byte*> pointers;
   for (const auto& input : inputs) pointers.push_back(reinterpret_cast<const std::byte*>(input.data()));
   std::vector<T> output(inputs[0].size());
-  ordered_fold({pointers, static_cast<std::int64_t>(output.size()), dtype, op, reinterpret_cast<std::byte*>(output.data())});
+  ordered_fold(
+      {pointers, static_cast<std::int64_t>(output.size()), dtype, op, reinterpret_cast<std::byte*>(output.data())});
   return output;
 }
 
@@ -36,7 +38,11 @@ std::vector<Sum> summed(DType dtype, const std::vector<Bytes>& inputs, std::int6
   std::vector<const std::byte*> pointers;
   for (const Bytes& input : inputs) pointers.push_back(input.empty() ? nullptr : input.data());
   std::vector<Sum> output(static_cast<std::size_t>(numel));
-  ordered_sum({.inputs = pointers, .numel = numel, .input_dtype = dtype, .output = reinterpret_cast<std::byte*>(output.data()), .divisor = divisor});
+  ordered_sum({.inputs = pointers,
+               .numel = numel,
+               .input_dtype = dtype,
+               .output = reinterpret_cast<std::byte*>(output.data()),
+               .divisor = divisor});
   return output;
 }
 
@@ -57,7 +63,8 @@ TEST(OrderedSumTest, AddsFromTheFirstRankToTheLast) {
 
 TEST(OrderedSumTest, MatchesAScalarFoldAtLengthsAroundABlock) {
   for (const std::int64_t numel : {1, 7, 1023, 1024, 1025, 4099}) {
-    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt64, DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8}) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt64,
+                              DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8}) {
       std::vector<Bytes> inputs;
       std::vector<const std::byte*> pointers;
       for (int rank = 0; rank < 5; ++rank) inputs.push_back(reference::elements(dtype, rank, numel));
@@ -68,8 +75,34 @@ TEST(OrderedSumTest, MatchesAScalarFoldAtLengthsAroundABlock) {
       ordered_sum({.inputs = pointers, .numel = numel, .input_dtype = dtype, .output = output.data(), .divisor = 3});
       EXPECT_TRUE(output == expected) << name_of(dtype) << " x " << numel;
       const Bytes twice = reference::reduce(dtype, inputs, numel, 3, expected);
-      ordered_sum({.inputs = pointers, .numel = numel, .input_dtype = dtype, .output = output.data(), .accumulate = true, .divisor = 3});
+      ordered_sum({.inputs = pointers,
+                   .numel = numel,
+                   .input_dtype = dtype,
+                   .output = output.data(),
+                   .accumulate = true,
+                   .divisor = 3});
       EXPECT_TRUE(output == twice) << name_of(dtype) << " x " << numel;
+    }
+  }
+}
+
+TEST(OrderedSumTest, EveryInstructionSetGivesTheSameBits) {
+  std::vector<std::vector<std::uint16_t>> inputs(3, all_halves());  // NaNs, infinities and subnormals included
+  std::reverse(inputs[1].begin(), inputs[1].end());
+  std::rotate(inputs[2].begin(), inputs[2].begin() + 1000, inputs[2].end());
+  std::vector<const std::byte*> pointers;
+  for (const auto& input : inputs) pointers.push_back(reinterpret_cast<const std::byte*>(input.data()));
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt16}) {
+    const auto numel = static_cast<std::int64_t>(65536 * sizeof(std::uint16_t) / size_of(dtype));
+    std::vector<Bytes> results;
+    for (int set = 0; set <= static_cast<int>(best_instruction_set()); ++set) {
+      Bytes sum(static_cast<std::size_t>(numel) * sizeof(double)), fold(sum);
+      ordered_sum({.inputs = pointers, .numel = numel, .input_dtype = dtype, .output = sum.data(), .divisor = 3},
+                  static_cast<InstructionSet>(set));
+      ordered_fold({pointers, numel, dtype, ReduceOp::kSum, fold.data()}, static_cast<InstructionSet>(set));
+      sum.insert(sum.end(), fold.begin(), fold.end());
+      results.push_back(sum);
+      EXPECT_TRUE(results.front() == results.back()) << name_of(dtype) << ", instruction set " << set;
     }
   }
 }
@@ -120,9 +153,11 @@ TEST(OrderedSumTest, RoundsSixteenBitSumsOnceAndToEven) {
 
 TEST(OrderedSumTest, IntegersWrapAndBoolsAreOred) {
   const auto most = std::numeric_limits<std::int64_t>::max();
-  EXPECT_EQ(folded<std::int64_t>(DType::kInt64, ReduceOp::kSum, {{most}, {1}})[0], std::numeric_limits<std::int64_t>::min());
+  EXPECT_EQ(folded<std::int64_t>(DType::kInt64, ReduceOp::kSum, {{most}, {1}})[0],
+            std::numeric_limits<std::int64_t>::min());
   EXPECT_EQ(folded<std::int8_t>(DType::kInt8, ReduceOp::kSum, {{100}, {100}})[0], -56);
-  EXPECT_EQ(folded<std::uint8_t>(DType::kBool, ReduceOp::kSum, {{1, 0, 0, 1}, {1, 0, 1, 0}}), (std::vector<std::uint8_t>{1, 0, 1, 1}));
+  EXPECT_EQ(folded<std::uint8_t>(DType::kBool, ReduceOp::kSum, {{1, 0, 0, 1}, {1, 0, 1, 0}}),
+            (std::vector<std::uint8_t>{1, 0, 1, 1}));
 }
 
 TEST(OrderedSumTest, ANanMakesMaxAndMinNanWhicheverRankHasIt) {
@@ -141,7 +176,8 @@ TEST(OrderedSumTest, DividesSmallIntegersByMoreRanksThanTheyHold) {
 
 TEST(OrderedSumTest, TheOutputOfAFoldMayBeAnInput) {
   std::vector<float> first(3000, 1), second(3000, 2);
-  const std::byte* inputs[] = {reinterpret_cast<const std::byte*>(first.data()), reinterpret_cast<const std::byte*>(second.data())};
+  const std::byte* inputs[] = {reinterpret_cast<const std::byte*>(first.data()),
+                               reinterpret_cast<const std::byte*>(second.data())};
   ordered_fold({inputs, 3000, DType::kFloat32, ReduceOp::kSum, reinterpret_cast<std::byte*>(second.data())});
   EXPECT_EQ(second, std::vector<float>(3000, 3));
 }

@@ -18,7 +18,8 @@ namespace {
 
 constexpr std::chrono::seconds kLimit{20};
 
-[[noreturn]] void run_child(int pipe, const std::map<std::string, std::string>& variables, const std::function<std::string()>& body) {
+[[noreturn]] void run_child(int pipe, const std::map<std::string, std::string>& variables,
+                            const std::function<std::string()>& body) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   std::string outcome;
   try {
@@ -33,7 +34,7 @@ constexpr std::chrono::seconds kLimit{20};
     if (written <= 0) break;
     done += static_cast<std::size_t>(written);
   }
-  ::_exit(0);   // the test program's own clean-up is not the child's
+  ::_exit(0);  // the test program's own clean-up is not the child's
 }
 
 }  // namespace
@@ -51,7 +52,8 @@ PrivateFolder::~PrivateFolder() {
 
 std::vector<std::string> PrivateFolder::entries() const {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(path_)) names.push_back(entry.path().filename());
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(path_))
+    names.push_back(entry.path().filename());
   return names;
 }
 
@@ -63,7 +65,8 @@ RankProcesses::~RankProcesses() {
   }
 }
 
-int RankProcesses::start(const std::map<std::string, std::string>& variables, const std::function<std::string()>& body) {
+int RankProcesses::start(const std::map<std::string, std::string>& variables,
+                         const std::function<std::string()>& body) {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe2");
   const pid_t pid = ::fork();
@@ -74,9 +77,12 @@ int RankProcesses::start(const std::map<std::string, std::string>& variables, co
   return static_cast<int>(children_.size()) - 1;
 }
 
-int RankProcesses::start_rank(int rank, int world_size, const std::filesystem::path& socket, const std::function<std::string()>& body) {
+int RankProcesses::start_rank(int rank, int world_size, const std::filesystem::path& socket,
+                              const std::function<std::string()>& body) {
   const std::string own = std::to_string(rank), all = std::to_string(world_size);
-  return start({{"RANK", own}, {"WORLD_SIZE", all}, {"LOCAL_RANK", own}, {"LOCAL_WORLD_SIZE", all}, {"FSDP_RENDEZVOUS", socket}}, body);
+  return start(
+      {{"RANK", own}, {"WORLD_SIZE", all}, {"LOCAL_RANK", own}, {"LOCAL_WORLD_SIZE", all}, {"FSDP_RENDEZVOUS", socket}},
+      body);
 }
 
 void RankProcesses::kill(int child) {
@@ -90,7 +96,8 @@ std::string RankProcesses::outcome(int child) {
   bool hung = false;
   for (char buffer[4096]; !hung;) {
     pollfd fd{state.pipe, POLLIN, 0};
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline -
+                                                                            std::chrono::steady_clock::now());
     hung = left.count() <= 0 || ::poll(&fd, 1, static_cast<int>(left.count())) == 0;
     if (hung) break;
     const ssize_t size = ::read(state.pipe, buffer, sizeof(buffer));

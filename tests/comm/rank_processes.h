@@ -29,25 +29,26 @@ class PrivateFolder {
 class RankProcesses {
  public:
   RankProcesses() = default;
-  ~RankProcesses();   // kills by pid what still runs
+  ~RankProcesses();  // kills by pid what still runs
   RankProcesses(const RankProcesses&) = delete;
   RankProcesses& operator=(const RankProcesses&) = delete;
 
-  // Forks; the child sets `variables`, runs `body` and ends with what it returned, or the error's text, as its outcome. REQUIRES
-  // no other thread in this process. Returns the child's number, counted from 0.
+  // Forks; the child sets `variables`, runs `body` and ends with what it returned, or the error's text, as its outcome.
+  // REQUIRES no other thread in this process. Returns the child's number, counted from 0.
   int start(const std::map<std::string, std::string>& variables, const std::function<std::string()>& body);
   // torchrun's four variables and FSDP_RENDEZVOUS, for one host.
-  int start_rank(int rank, int world_size, const std::filesystem::path& socket, const std::function<std::string()>& body);
+  int start_rank(int rank, int world_size, const std::filesystem::path& socket,
+                 const std::function<std::string()>& body);
 
   pid_t pid(int child) const { return children_.at(static_cast<std::size_t>(child)).pid; }
-  void kill(int child);   // SIGKILL
+  void kill(int child);  // SIGKILL
   // What the child returned, "error: " and the text of what it threw, or "killed". A child that takes longer than 20 s is
   // killed and gives "hung".
   std::string outcome(int child);
 
  private:
   struct Child {
-    pid_t pid = -1;   // -1 once waited for
+    pid_t pid = -1;  // -1 once waited for
     int pipe = -1;
   };
   std::vector<Child> children_;

@@ -20,9 +20,18 @@ struct BFloat16 {
   explicit operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
 };
 
-template <class T> struct SumOf { using Type = T; };
-template <> struct SumOf<BFloat16> { using Type = float; };
-template <> struct SumOf<_Float16> { using Type = float; };
+template <class T>
+struct SumOf {
+  using Type = T;
+};
+template <>
+struct SumOf<BFloat16> {
+  using Type = float;
+};
+template <>
+struct SumOf<_Float16> {
+  using Type = float;
+};
 
 std::uint64_t mix(std::uint64_t x) {
   x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15U;
@@ -36,7 +45,8 @@ T element(int rank, std::int64_t i) {
     return static_cast<T>(random);
   } else {
     const auto mantissa = static_cast<float>(static_cast<int>(random & 0xffffU) - 0x8000) / 1048576.0F;
-    return static_cast<T>(static_cast<typename SumOf<T>::Type>(mantissa * static_cast<float>(1U << (random >> 16 & 15))));
+    return static_cast<T>(
+        static_cast<typename SumOf<T>::Type>(mantissa * static_cast<float>(1U << (random >> 16 & 15))));
   }
 }
 
@@ -53,12 +63,16 @@ void put(Bytes& bytes, std::int64_t i, T value) {
 }
 
 template <class T>
-Bytes make(std::int64_t numel) { return Bytes(static_cast<std::size_t>(numel) * sizeof(T)); }
+Bytes make(std::int64_t numel) {
+  return Bytes(static_cast<std::size_t>(numel) * sizeof(T));
+}
 
 template <class S>
 S add(S a, S b) {
-  if constexpr (std::is_integral_v<S>) return static_cast<S>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
-  else return a + b;
+  if constexpr (std::is_integral_v<S>)
+    return static_cast<S>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
+  else
+    return a + b;
 }
 
 // Calls body.operator()<T>() with the type that `dtype` is stored in.

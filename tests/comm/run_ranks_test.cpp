@@ -68,16 +68,18 @@ TEST(RunRanksTest, RethrowsAForeignErrorUnchanged) {
 
 TEST(RunRanksTest, AnErrorOfOneRankEndsTheWaitsOfTheOthersWithItsText) {
   std::atomic<int> told{0};
-  EXPECT_THROW(run_ranks(3, [&](Context context) {
-    if (context.rank() == 1) throw std::runtime_error("out of data");
-    try {
-      context.communicator().barrier();
-    } catch (const CommunicationError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("aborted by rank 1: out of data"));
-      told.fetch_add(1);
-      throw;
-    }
-  }), std::runtime_error);
+  EXPECT_THROW(run_ranks(3,
+                         [&](Context context) {
+                           if (context.rank() == 1) throw std::runtime_error("out of data");
+                           try {
+                             context.communicator().barrier();
+                           } catch (const CommunicationError& error) {
+                             EXPECT_THAT(error.what(), HasSubstr("aborted by rank 1: out of data"));
+                             told.fetch_add(1);
+                             throw;
+                           }
+                         }),
+               std::runtime_error);
   EXPECT_EQ(told.load(), 2);
 }
 
@@ -85,19 +87,22 @@ TEST(RunRanksTest, RefusesWhatCannotBe) {
   const auto body = [](Context) { ADD_FAILURE() << "ran"; };
   EXPECT_THAT(text_of<InvalidArgument>([&] { run_ranks(0, body); }), HasSubstr("world size in [1, 128], got 0"));
   EXPECT_THROW(run_ranks(129, body), InvalidArgument);
-  EXPECT_THAT(text_of<InvalidArgument>([&] { run_ranks(2, body, {.backend = "gloo"}); }), HasSubstr("thread or shm, got \"gloo\""));
+  EXPECT_THAT(text_of<InvalidArgument>([&] { run_ranks(2, body, {.backend = "gloo"}); }),
+              HasSubstr("thread or shm, got \"gloo\""));
   EXPECT_THROW(run_ranks(2, body, {.timeout = 0ms}), InvalidArgument);
 }
 
 TEST(RunRanksTest, AThrowFaultHitsThePlannedCallsOfThePlannedRank) {
   std::array<std::atomic<int>, 3> passed{};
   const std::string text = text_of<CommunicationError>([&] {
-    run_ranks(3, [&](Context context) {
-      for (int i = 0; i < 5; ++i) {
-        context.communicator().barrier();
-        passed[static_cast<std::size_t>(context.rank())].fetch_add(1);
-      }
-    }, {.faults = {{.kind = Fault::Kind::kThrow, .operation = "barrier", .rank = 1, .after = 2}}});
+    run_ranks(3,
+              [&](Context context) {
+                for (int i = 0; i < 5; ++i) {
+                  context.communicator().barrier();
+                  passed[static_cast<std::size_t>(context.rank())].fetch_add(1);
+                }
+              },
+              {.faults = {{.kind = Fault::Kind::kThrow, .operation = "barrier", .rank = 1, .after = 2}}});
   });
   EXPECT_EQ(text, "rank 1: injected fault in barrier on rank 1, matching call 2");
   EXPECT_EQ(passed[1].load(), 2);
@@ -106,15 +111,18 @@ TEST(RunRanksTest, AThrowFaultHitsThePlannedCallsOfThePlannedRank) {
 TEST(RunRanksTest, ADelayFaultHitsCountCallsAndNoMore) {
   for (const int count : {1, 3, -1}) {
     std::atomic<int> slow{0};
-    run_ranks(2, [](Context context) {
-      for (int i = 0; i < 5; ++i) {
-        context.mean(1);
-        context.communicator().barrier();
-      }
-    }, {.faults = {{.operation = "barrier", .rank = 0, .count = count, .delay = 40ms}},
-        .on_record = [&](int rank, const CommunicatorRecord& record) {
-          if (rank == 0 && record.operation == "barrier" && record.end_ns - record.begin_ns >= 40'000'000) slow.fetch_add(1);
-        }});
+    run_ranks(2,
+              [](Context context) {
+                for (int i = 0; i < 5; ++i) {
+                  context.mean(1);
+                  context.communicator().barrier();
+                }
+              },
+              {.faults = {{.operation = "barrier", .rank = 0, .count = count, .delay = 40ms}},
+               .on_record = [&](int rank, const CommunicatorRecord& record) {
+                 if (rank == 0 && record.operation == "barrier" && record.end_ns - record.begin_ns >= 40'000'000)
+                   slow.fetch_add(1);
+               }});
     EXPECT_GE(slow.load(), count == -1 ? 5 : count);
     if (count == 1) {
       EXPECT_LT(slow.load(), 5);
@@ -124,34 +132,47 @@ TEST(RunRanksTest, ADelayFaultHitsCountCallsAndNoMore) {
 
 TEST(RunRanksTest, RecordsEveryCallWithBytesOutputAndLabel) {
   std::mutex mutex;
-  std::map<std::string, CommunicatorRecord> records;   // rank 0's last of each operation
+  std::map<std::string, CommunicatorRecord> records;  // rank 0's last of each operation
   std::array<std::byte, 64> data{};
   const void* gathered = nullptr;
-  run_ranks(2, [&](Context context) {
-    Communicator& communicator = context.communicator();
-    std::array<std::byte, 64> own{}, output{};
-    if (context.rank() == 0) gathered = output.data();
-    const auto segment = communicator.allocate(48);
-    communicator.all_gather(std::span(own).first(16), std::span(output).first(32));
-    communicator.reduce_scatter(own.data(), output.data(), 3, DType::kFloat64);
-    communicator.all_reduce(own.data(), 7, DType::kFloat32, ReduceOp::kMax);
-    communicator.broadcast(own, 1);
-    communicator.gather({segment.get(), 0, 24, output.data(), "layers.1"});
-    const std::byte* inputs[] = {data.data(), data.data()};
-    communicator.reduce({.inputs = inputs, .numel = 5, .input_dtype = DType::kBFloat16, .output = output.data(), .label = "layers.2"});
-    communicator.read(*segment, 1, 8, std::span(output).first(9));
-    communicator.wait_until([] { return true; }, "nothing");
-    communicator.barrier();
-  }, {.on_record = [&](int rank, const CommunicatorRecord& record) {
-    EXPECT_LE(record.begin_ns, record.end_ns);
-    const std::lock_guard lock(mutex);
-    if (rank == 0) records[record.operation] = record;
-  }});
+  run_ranks(2,
+            [&](Context context) {
+              Communicator& communicator = context.communicator();
+              std::array<std::byte, 64> own{}, output{};
+              if (context.rank() == 0) gathered = output.data();
+              const auto segment = communicator.allocate(48);
+              communicator.all_gather(std::span(own).first(16), std::span(output).first(32));
+              communicator.reduce_scatter(own.data(), output.data(), 3, DType::kFloat64);
+              communicator.all_reduce(own.data(), 7, DType::kFloat32, ReduceOp::kMax);
+              communicator.broadcast(own, 1);
+              communicator.gather({segment.get(), 0, 24, output.data(), "layers.1"});
+              const std::byte* inputs[] = {data.data(), data.data()};
+              communicator.reduce({.inputs = inputs,
+                                   .numel = 5,
+                                   .input_dtype = DType::kBFloat16,
+                                   .output = output.data(),
+                                   .label = "layers.2"});
+              communicator.read(*segment, 1, 8, std::span(output).first(9));
+              communicator.wait_until([] { return true; }, "nothing");
+              communicator.barrier();
+            },
+            {.on_record = [&](int rank, const CommunicatorRecord& record) {
+              EXPECT_LE(record.begin_ns, record.end_ns);
+              const std::lock_guard lock(mutex);
+              if (rank == 0) records[record.operation] = record;
+            }});
   std::map<std::string, std::size_t> bytes;
   for (const auto& [operation, record] : records) bytes[operation] = record.bytes;
-  EXPECT_EQ(bytes, (std::map<std::string, std::size_t>{{"allocate", 48}, {"all_gather", 32}, {"reduce_scatter", 24}, {"all_reduce", 28},
-                                                       {"broadcast", 64}, {"gather", 48}, {"reduce", 20}, {"read", 9},
-                                                       {"wait_until", 0}, {"barrier", 0}}));
+  EXPECT_EQ(bytes, (std::map<std::string, std::size_t>{{"allocate", 48},
+                                                       {"all_gather", 32},
+                                                       {"reduce_scatter", 24},
+                                                       {"all_reduce", 28},
+                                                       {"broadcast", 64},
+                                                       {"gather", 48},
+                                                       {"reduce", 20},
+                                                       {"read", 9},
+                                                       {"wait_until", 0},
+                                                       {"barrier", 0}}));
   EXPECT_EQ(records["gather"].label, "layers.1");
   EXPECT_EQ(records["gather"].output, gathered);
   EXPECT_EQ(records["reduce"].label, "layers.2");

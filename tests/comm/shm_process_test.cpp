@@ -1,10 +1,7 @@
 // The shm backend between real processes: same bits as threads, deaths seen and named, nothing left behind.
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <fstream>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -40,7 +37,9 @@ class ShmProcessTest : public testing::Test {
     for (int rank = 0; rank < world_size; ++rank) processes_.start_rank(rank, world_size, socket(), body);
   }
 
-  std::string named(int child) const { return "rank " + std::to_string(child) + " (pid " + std::to_string(processes_.pid(child)) + ") "; }
+  std::string named(int child) const {
+    return "rank " + std::to_string(child) + " (pid " + std::to_string(processes_.pid(child)) + ") ";
+  }
 
   PrivateFolder folder_;
   RankProcesses processes_;
@@ -54,7 +53,9 @@ std::string results_of_collectives(Context context) {
   const auto ranks = static_cast<std::size_t>(context.world_size());
   Bytes data = reference::elements(DType::kFloat32, context.rank(), kNumel * context.world_size());
   std::string results;
-  const auto keep = [&](std::span<const std::byte> part) { results.append(reinterpret_cast<const char*>(part.data()), part.size()); };
+  const auto keep = [&](std::span<const std::byte> part) {
+    results.append(reinterpret_cast<const char*>(part.data()), part.size());
+  };
 
   Bytes output(bytes);
   communicator.reduce_scatter(data.data(), output.data(), kNumel, DType::kFloat32);
@@ -83,13 +84,15 @@ TEST_F(ShmProcessTest, CollectivesGiveTheBitsOfThreadRanks) {
   std::vector<std::string> of_processes;
   for (int rank = 0; rank < kWorldSize; ++rank) of_processes.push_back(processes_.outcome(rank));
   run_ranks(kWorldSize, [&](Context context) {
-    EXPECT_TRUE(results_of_collectives(context) == of_processes[static_cast<std::size_t>(context.rank())]) << of_processes[0].substr(0, 200);
+    EXPECT_TRUE(results_of_collectives(context) == of_processes[static_cast<std::size_t>(context.rank())])
+        << of_processes[0].substr(0, 200);
   });
 }
 
 TEST_F(ShmProcessTest, OneRankNeedsNoLauncherAndNoSocket) {
   const int child = processes_.start({}, [] {
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FSDP_RENDEZVOUS", "MASTER_PORT"}) ::unsetenv(name);
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FSDP_RENDEZVOUS", "MASTER_PORT"})
+      ::unsetenv(name);
     Context context = init();
     return context.backend() + " " + std::to_string(context.world_size()) + " " + std::to_string(context.mean(3.5));
   });
@@ -98,8 +101,13 @@ TEST_F(ShmProcessTest, OneRankNeedsNoLauncherAndNoSocket) {
 
 TEST_F(ShmProcessTest, TorchrunsVariablesAloneBringRanksTogether) {
   for (int rank = 0; rank < 2; ++rank) {
-    processes_.start({{"RANK", std::to_string(rank)}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", "2"},
-                      {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "29517"}, {"TMPDIR", folder_.path()}},
+    processes_.start({{"RANK", std::to_string(rank)},
+                      {"WORLD_SIZE", "2"},
+                      {"LOCAL_RANK", std::to_string(rank)},
+                      {"LOCAL_WORLD_SIZE", "2"},
+                      {"MASTER_ADDR", "localhost"},
+                      {"MASTER_PORT", "29517"},
+                      {"TMPDIR", folder_.path()}},
                      [] {
                        ::unsetenv("FSDP_RENDEZVOUS");
                        Context context = init();
@@ -145,16 +153,18 @@ TEST_P(ShmDeathTest, AKilledRankIsNamedWithItsPidOnEveryOther) {
   EXPECT_THAT(folder_.entries(), IsEmpty());
 }
 
-INSTANTIATE_TEST_SUITE_P(, ShmDeathTest, testing::Values(
-    Death{"barrier", [](Communicator& c) { c.barrier(); }},
-    Death{"allocate", [](Communicator& c) { c.allocate(std::size_t{1} << 20); }},
-    Death{"all_reduce", [](Communicator& c) {
-      std::vector<std::byte> data(std::size_t{1} << 20);
-      c.all_reduce(data.data(), 1 << 18, DType::kFloat32, ReduceOp::kSum);
-    }},
-    Death{"wait_until", [](Communicator& c) { c.wait_until([] { return false; }, ""); }},
-    Death{"check", [](Communicator& c) { c.check(); }}),
-    [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(, ShmDeathTest,
+                         testing::Values(Death{"barrier", [](Communicator& c) { c.barrier(); }},
+                                         Death{"allocate", [](Communicator& c) { c.allocate(std::size_t{1} << 20); }},
+                                         Death{"all_reduce",
+                                               [](Communicator& c) {
+                                                 std::vector<std::byte> data(std::size_t{1} << 20);
+                                                 c.all_reduce(data.data(), 1 << 18, DType::kFloat32, ReduceOp::kSum);
+                                               }},
+                                         Death{"wait_until",
+                                               [](Communicator& c) { c.wait_until([] { return false; }, ""); }},
+                                         Death{"check", [](Communicator& c) { c.check(); }}),
+                         [](const auto& instance) { return instance.param.name; });
 
 TEST_F(ShmProcessTest, ARankThatEndsWithoutLeavingIsDead) {
   start_all(2, [] {
@@ -171,7 +181,7 @@ TEST_F(ShmProcessTest, ARankThatLeavesIsNotDead) {
     std::optional<Context> context = init();
     context->communicator().barrier();
     if (context->rank() == 1) return std::string("left");
-    std::this_thread::sleep_for(300ms);   // rank 1's process has ended by now
+    std::this_thread::sleep_for(300ms);  // rank 1's process has ended by now
     context->communicator().check();
     try {
       context->communicator().barrier();
@@ -192,7 +202,8 @@ TEST_F(ShmProcessTest, AnExceptionThatEndsARankEndsTheWaitsOfTheOthers) {
     return "returned";
   });
   EXPECT_EQ(processes_.outcome(1), "error: out of data");
-  for (const int rank : {0, 2}) EXPECT_THAT(processes_.outcome(rank), HasSubstr("aborted by rank 1: an exception ended this rank's part"));
+  for (const int rank : {0, 2})
+    EXPECT_THAT(processes_.outcome(rank), HasSubstr("aborted by rank 1: an exception ended this rank's part"));
 }
 
 TEST_F(ShmProcessTest, AForkedChildDoesNotLeaveForItsParent) {
@@ -219,7 +230,8 @@ TEST_F(ShmProcessTest, AMissingRankIsNamedToAllThatCame) {
     return std::string("returned");
   };
   for (const int rank : {0, 2}) processes_.start_rank(rank, 4, socket(), body);
-  for (const int child : {0, 1}) EXPECT_THAT(processes_.outcome(child), HasSubstr("2 of 4 ranks came within 0.5 s, missing: rank 1, 3"));
+  for (const int child : {0, 1})
+    EXPECT_THAT(processes_.outcome(child), HasSubstr("2 of 4 ranks came within 0.5 s, missing: rank 1, 3"));
   EXPECT_THAT(folder_.entries(), IsEmpty());
 }
 
@@ -239,7 +251,8 @@ TEST_F(ShmProcessTest, ARankThatDiesBeforeAllAreThereIsNamed) {
   for (const int rank : {0, 1, 2}) processes_.start_rank(rank, 4, socket(), body);
   std::this_thread::sleep_for(300ms);
   processes_.kill(1);
-  for (const int child : {0, 2}) EXPECT_THAT(processes_.outcome(child), HasSubstr("rank 1 ended before all ranks were there"));
+  for (const int child : {0, 2})
+    EXPECT_THAT(processes_.outcome(child), HasSubstr("rank 1 ended before all ranks were there"));
   EXPECT_THAT(folder_.entries(), IsEmpty());
 }
 
@@ -274,13 +287,24 @@ TEST_F(ShmProcessTest, TheSocketOfALivingJobIsNotTaken) {
   EXPECT_EQ(processes_.outcome(guest), "returned");
 }
 
+TEST_F(ShmProcessTest, AFileInThePlaceOfTheSocketIsRefusedAndKept) {
+  std::ofstream(socket()) << "precious";
+  processes_.start_rank(0, 2, socket(), [] {
+    init();
+    return std::string("returned");
+  });
+  EXPECT_THAT(processes_.outcome(0), HasSubstr("expected a socket or nothing, got another kind of file"));
+  EXPECT_EQ(folder_.entries(), std::vector<std::string>{"rendezvous"});
+}
+
 TEST_F(ShmProcessTest, TwoProcessesOfOneRankAreNamed) {
   const auto body = [] {
     init();
     return std::string("returned");
   };
   for (const int rank : {0, 1, 1}) processes_.start_rank(rank, 3, socket(), body);
-  for (const int child : {0, 1, 2}) EXPECT_THAT(processes_.outcome(child), HasSubstr("two processes say that they are rank 1"));
+  for (const int child : {0, 1, 2})
+    EXPECT_THAT(processes_.outcome(child), HasSubstr("two processes say that they are rank 1"));
 }
 
 TEST_F(ShmProcessTest, RanksOfDifferentWorldSizesAreRefused) {
@@ -290,7 +314,8 @@ TEST_F(ShmProcessTest, RanksOfDifferentWorldSizesAreRefused) {
   };
   processes_.start_rank(0, 2, socket(), body);
   processes_.start_rank(1, 3, socket(), body);
-  for (const int child : {0, 1}) EXPECT_THAT(processes_.outcome(child), HasSubstr("world size 2 and a rank in [1, 2), got 1, 3 and 1 from pid"));
+  for (const int child : {0, 1})
+    EXPECT_THAT(processes_.outcome(child), HasSubstr("world size 2 and a rank in [1, 2), got 1, 3 and 1 from pid"));
 }
 
 // Connects to rank 0 and says what no rank would.

@@ -32,7 +32,8 @@ std::string message_of(const std::function<void()>& body) {
 class CorpusFilesTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) / ("corpus_" + std::string(::testing::UnitTest::GetInstance()->current_test_info()->name()));
+    folder_ = fs::path(::testing::TempDir()) /
+              ("corpus_" + std::string(::testing::UnitTest::GetInstance()->current_test_info()->name()));
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }
@@ -137,7 +138,8 @@ TEST_F(CorpusFilesTest, EmptyFileIsRefused) {
 
 TEST_F(CorpusFilesTest, FolderWithoutTextIsRefusedWithTheExtensionsThatCount) {
   write("picture.png", "x");
-  EXPECT_THAT(message_of([&] { Corpus::read({folder_}, 8); }), ::testing::AllOf(HasSubstr("holds no text"), HasSubstr(".cpp")));
+  EXPECT_THAT(message_of([&] { Corpus::read({folder_}, 8); }),
+              ::testing::AllOf(HasSubstr("holds no text"), HasSubstr(".cpp")));
 }
 
 }  // namespace

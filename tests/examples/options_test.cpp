@@ -35,13 +35,19 @@ TEST(OptionsTest, DefaultsCanBeMeant) {
 
 TEST(OptionsTest, HelpNamesEveryFlag) {
   const auto help = parse({"--help"}).help;
-  for (const char* flag : {"--data", "--strategy", "--layers", "--width", "--heads", "--context", "--batch", "--steps", "--lr", "--seed", "--save-every",
-                           "--out", "--resume", "--stop-after", "--plain", "--sample", "--consolidate", "--load", "--threads", "--prefetch"}) {
+  for (const char* flag :
+       {"--data",  "--strategy", "--layers",      "--width",      "--heads",   "--context", "--batch",
+        "--steps", "--lr",       "--seed",        "--save-every", "--out",     "--resume",  "--stop-after",
+        "--plain", "--sample",   "--consolidate", "--load",       "--threads", "--prefetch"}) {
     EXPECT_THAT(help, HasSubstr(flag));
   }
 }
 
-TEST(OptionsTest, DataTakesSeveralPaths) { EXPECT_EQ(parse({"--data", "a", "b"}).options.data, (std::vector<fs::path>{"a", "b"})); }
+TEST(OptionsTest, DataTakesSeveralPaths) {
+  EXPECT_EQ(parse({"--data", "a", "b"}).options.data, (std::vector<fs::path>{"a", "b"}));
+}
+
+TEST(OptionsTest, TheLastOfARepeatedFlagCounts) { EXPECT_EQ(parse({"--batch", "6", "--batch", "3"}).options.batch, 3); }
 
 TEST(OptionsTest, StopAfterEndsBeforeTheSchedule) {
   EXPECT_EQ(parse({"--steps", "100", "--stop-after", "40"}).options.last_step(), 40);
@@ -65,17 +71,19 @@ TEST_P(BadOptionsTest, AreRefusedInOneLineThatNamesThemAndTheRemedy) {
 
 INSTANTIATE_TEST_SUITE_P(
     OptionsTest, BadOptionsTest,
-    ::testing::Values(BadLine{{"--stepz", "3"}, "--stepz", "see train_gpt --help"}, BadLine{{"--steps", "many"}, "--steps", "see train_gpt --help"},
-                      BadLine{{"--steps", "0"}, "--steps", "at least 1"}, BadLine{{"--batch", "-2"}, "--batch", "at least 1"},
-                      BadLine{{"--layers", "0"}, "--layers", "at least 1"}, BadLine{{"--context", "0"}, "--context", "at least 1"},
-                      BadLine{{"--sample", "-1"}, "--sample", "at least 0"}, BadLine{{"--seed", "-1"}, "--seed", "at least 0"},
-                      BadLine{{"--prefetch", "-1"}, "--prefetch", "at least 0"}, BadLine{{"--lr", "nan"}, "--lr", "positive"},
-                      BadLine{{"--width", "100", "--heads", "3"}, "--heads 3 does not divide --width 100", "multiple"},
-                      BadLine{{"--strategy", "ddp"}, "--strategy ddp", "full_shard"}, BadLine{{"--resume"}, "--resume", "--out"},
-                      BadLine{{"--plain", "--out", "x"}, "--plain", "--out"},
-                      BadLine{{"--load", "nowhere.safetensors"}, "nowhere.safetensors", "--consolidate"},
-                      BadLine{{"--resume", "--out", "nowhere"}, "nowhere", "start without --resume"},
-                      BadLine{{"--consolidate", "nowhere/a.safetensors"}, "nowhere/a.safetensors", "make nowhere first"}));
+    ::testing::Values(
+        BadLine{{"--stepz", "3"}, "--stepz is not a flag", "see train_gpt --help"},
+        BadLine{{"--steps", "many"}, "--steps", "see train_gpt --help"},
+        BadLine{{"--steps", "0"}, "--steps", "at least 1"}, BadLine{{"--batch", "-2"}, "--batch", "at least 1"},
+        BadLine{{"--layers", "0"}, "--layers", "at least 1"}, BadLine{{"--context", "0"}, "--context", "at least 1"},
+        BadLine{{"--sample", "-1"}, "--sample", "at least 0"}, BadLine{{"--seed", "-1"}, "--seed", "at least 0"},
+        BadLine{{"--prefetch", "-1"}, "--prefetch", "at least 0"}, BadLine{{"--lr", "nan"}, "--lr", "positive"},
+        BadLine{{"--width", "100", "--heads", "3"}, "--heads 3 does not divide --width 100", "multiple"},
+        BadLine{{"--strategy", "ddp"}, "--strategy ddp", "full_shard"}, BadLine{{"--resume"}, "--resume", "--out"},
+        BadLine{{"--plain", "--out", "x"}, "--plain", "--out"},
+        BadLine{{"--load", "nowhere.safetensors"}, "nowhere.safetensors", "--consolidate"},
+        BadLine{{"--resume", "--out", "nowhere"}, "nowhere", "start without --resume"},
+        BadLine{{"--consolidate", "nowhere/a.safetensors"}, "nowhere/a.safetensors", "make nowhere first"}));
 
 TEST(OptionsTest, OutThatHoldsCheckpointsNeedsResume) {
   const auto folder = fs::path(::testing::TempDir()) / "options_test_out";
@@ -105,7 +113,9 @@ TEST(OptionsTest, BatchThatTheRanksDoNotDivideIsRefusedWithOneThatTheyDo) {
   }
 }
 
-TEST(OptionsTest, PlainTrainingIsRefusedOnTwoRanks) { EXPECT_THROW(check_world_size(parse({"--plain"}).options, 2), UsageError); }
+TEST(OptionsTest, PlainTrainingIsRefusedOnTwoRanks) {
+  EXPECT_THROW(check_world_size(parse({"--plain"}).options, 2), UsageError);
+}
 
 TEST(OptionsTest, LearningRateWarmsUpThenFallsToATenth) {
   const auto options = parse({"--steps", "1000", "--lr", "0.01"}).options;

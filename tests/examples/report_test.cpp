@@ -34,18 +34,20 @@ TEST(ReportTest, BytesAndTimesReadAsPeopleWriteThem) {
 }
 
 TEST(ReportTest, OtherRanksAreSilent) {
-  EXPECT_EQ(printed(false, [](Report& report) {
-              report.line("hello");
-              report.passage("text");
-            }),
+  EXPECT_EQ(printed(false,
+                    [](Report& report) {
+                      report.line("hello");
+                      report.passage("text");
+                    }),
             "");
 }
 
 TEST(ReportTest, ProgressAndColourAreForTerminalsOnly) {
-  EXPECT_EQ(printed(true, [](Report& report) {
-              report.progress(1, 2, 0.5);
-              report.heading("plan");
-            }),
+  EXPECT_EQ(printed(true,
+                    [](Report& report) {
+                      report.progress(1, 2, 0.5);
+                      report.heading("plan");
+                    }),
             "\nplan\n");
 }
 

@@ -1,4 +1,5 @@
 # The installed tree: what is in it, and that it works from there.
+file(REMOVE_RECURSE ${PREFIX})
 run("install" ${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${PREFIX})
 file(GLOB_RECURSE headers RELATIVE ${PREFIX}/include ${PREFIX}/include/*)
 list(FILTER headers EXCLUDE REGEX "^fsdp/[a-z_]+\\.h$")

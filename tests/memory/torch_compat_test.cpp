@@ -13,16 +13,18 @@ namespace {
 
 using ::testing::HasSubstr;
 
+c10::intrusive_ptr<c10::StorageImpl> storage_of(const at::Tensor& tensor) {
+  return c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
+}
+
 #define FSDP_TEXT_OF(key) #key
 #define FSDP_TEXT(key) FSDP_TEXT_OF(key)
 
-TEST(TouchKeyTest, IsTheOneThatWasChosenAtConfigureTime) {
-  EXPECT_EQ(touch_key_name(), FSDP_TEXT(FSDP_DISPATCH_KEY));
-}
+TEST(TouchKeyTest, IsTheOneThatWasChosenAtConfigureTime) { EXPECT_EQ(touch_key_name(), FSDP_TEXT(FSDP_DISPATCH_KEY)); }
 
 TEST(TouchViewTest, SharesTheStorageAndCarriesTheKeyThroughItsViews) {
   const at::Tensor whole = at::arange(12, at::kFloat), like = at::zeros({2, 3}).t();
-  const at::Tensor view = make_touch_view(whole.storage().getIntrusivePtr(), like, 4);
+  const at::Tensor view = make_touch_view(storage_of(whole), like, 4);
   EXPECT_TRUE(view.storage().is_alias_of(whole.storage()));
   EXPECT_EQ(view.sizes(), like.sizes());
   EXPECT_EQ(view.strides(), like.strides());
@@ -35,7 +37,7 @@ TEST(TouchViewTest, SharesTheStorageAndCarriesTheKeyThroughItsViews) {
 
 TEST(TouchViewTest, PassesTheKeyToNoResult) {
   const at::Tensor whole = at::ones({4});
-  const at::Tensor view = make_touch_view(whole.storage().getIntrusivePtr(), whole, 0);
+  const at::Tensor view = make_touch_view(storage_of(whole), whole, 0);
   EXPECT_FALSE(carries_touch_key(view.clone()));
   EXPECT_FALSE(carries_touch_key(view + 1));
   EXPECT_FALSE(carries_touch_key(at::zeros_like(view)));
@@ -53,8 +55,8 @@ TEST(PlainViewTest, BorrowsTheMemoryWithTheStridesOfItsModel) {
 }
 
 TEST(DTypeTest, GoesToScalarTypesAndBack) {
-  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt64, DType::kInt32, DType::kInt16,
-                            DType::kInt8, DType::kUInt8, DType::kBool}) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt64,
+                            DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8, DType::kBool}) {
     EXPECT_EQ(to_dtype(to_scalar_type(dtype)), dtype);
     EXPECT_EQ(c10::elementSize(to_scalar_type(dtype)), size_of(dtype));
   }
@@ -118,7 +120,7 @@ TEST(GradientHookTest, RunsAfterEachAccumulationUntilItIsRemoved) {
   (w * 2).sum().backward();
   (w * 3).sum().backward();
   EXPECT_EQ(hook->calls, 2);
-  EXPECT_EQ(hook->sum, 15);   // what has accumulated by then
+  EXPECT_EQ(hook->sum, 15);  // what has accumulated by then
   remove_gradient_hook(w);
   EXPECT_EQ(installed_gradient_hook(w), nullptr);
   (w * 3).sum().backward();

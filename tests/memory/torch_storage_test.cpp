@@ -21,7 +21,10 @@ c10::intrusive_ptr<PagedStorage> storage_of(std::size_t bytes, StorageOwner* own
 
 // A plain view, so that nothing but the storage is under test.
 at::Tensor view_of(const c10::intrusive_ptr<PagedStorage>& storage, at::IntArrayRef sizes) {
-  return at::empty({0}).set_(c10::Storage(storage), 0, sizes, {});
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                   caffe2::TypeMeta::Make<float>());
+  impl->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(impl));
 }
 
 std::string error_of_raw_read(const at::Tensor& tensor) {

@@ -22,7 +22,7 @@ class NoOwner final : public StorageOwner {
   void release(const OperatorUse&, bool) override {}
   void accumulate_gradient(PagedStorage&, const at::Tensor&) override {}
   void clear_gradient(PagedStorage&) override {}
-  std::string parameter_name(const PagedStorage&, std::int64_t) const override { return {}; }
+  std::string parameter_name(const PagedStorage&, const at::Tensor&) const override { return {}; }
 };
 
 class NoHook final : public GradientHook {
@@ -85,7 +85,7 @@ TEST(ShardedModelTest, GroupsByTypeAndRequiresGrad) {
   }
 }
 
-// 15 + 3 elements of fp32 lie at 0 and 16: with the tail 32 elements at one rank, 16 or 32 to a shard; see NOTE [Flat layout].
+// A unit's groups follow each other in its slot; all groups follow each other in a rank's shards.
 TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
   for (const int world_size : {1, 2, 3, 4}) {
     with_sharded(world_size, [&](Model&, const ShardedModel& sharded, const Context& context) {
@@ -101,7 +101,7 @@ TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
           shard += group.shard_bytes();
           if (!group.trainable) continue;
           EXPECT_EQ(group.state_offset, state);
-          state += group.shard_bytes();   // fp32 and fp64 keep their type
+          state += group.shard_bytes();  // fp32 and fp64 keep their type
         }
         EXPECT_EQ(unit.slot_bytes, slot);
         EXPECT_LE(unit.slot_bytes, sharded.slot_bytes);
@@ -109,7 +109,9 @@ TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
       EXPECT_EQ(sharded.parameter_shard_bytes, shard);
       EXPECT_EQ(sharded.state_shard_bytes, state);
       for (const ShardedParameter& p : sharded.parameters) {
-        EXPECT_EQ(p.piece, sharded.groups[static_cast<std::size_t>(p.group)].layout->piece(p.index_in_group, context.rank())) << p.name;
+        EXPECT_EQ(p.piece,
+                  sharded.groups[static_cast<std::size_t>(p.group)].layout->piece(p.index_in_group, context.rank()))
+            << p.name;
       }
     });
   }
@@ -145,17 +147,17 @@ TEST(ShardedModelTest, TakesTensorsOverWithoutChangingWhatTheyAre) {
   });
 }
 
-TEST(ShardedModelTest, NamesAParameterByStorageAndOffset) {
+TEST(ShardedModelTest, NamesAParameterThroughItsViews) {
   with_sharded(1, [](const Model& model, ShardedModel& sharded, const Context&) {
     sharded.take_over(std::make_shared<NoHook>());
     for (const auto& item : model.named_parameters()) {
       const at::Tensor& tensor = item.value();
-      EXPECT_EQ(sharded.parameter_name(*PagedStorage::of(tensor), tensor.storage_offset()), item.key());
-      if (tensor.numel() < 2) continue;
-      EXPECT_EQ(sharded.parameter_name(*PagedStorage::of(tensor), tensor.storage_offset() + 1), item.key());
+      EXPECT_EQ(sharded.parameter_name(*PagedStorage::of(tensor), tensor), item.key());
+      if (tensor.dim() == 0 || tensor.size(0) < 2) continue;
+      EXPECT_EQ(sharded.parameter_name(*PagedStorage::of(tensor), tensor.detach()[1]), item.key());
     }
     const ShardedParameter& bias = parameter(sharded, "layer.bias");
-    EXPECT_EQ(sharded.parameter_name(*bias.gradient_storage, 0), "layer.bias");
+    EXPECT_EQ(sharded.parameter_name(*bias.gradient_storage, at::Tensor()), "layer.bias");
   });
 }
 
@@ -167,10 +169,14 @@ TEST(ShardedModelTest, FindsWhatWasChangedBehindItsBack) {
   const Change changes[] = {
       {"layer.bias of unit layer was given other storage",
        [](Model& m) { m.layer->bias.unsafeGetTensorImpl()->set_storage_keep_dtype(at::ones({3}).storage()); }},
-      {"layer.bias of unit layer had its gradient hook replaced", [](Model& m) { remove_gradient_hook(m.layer->bias); }},
+      {"layer.bias of unit layer had its gradient hook replaced",
+       [](Model& m) { remove_gradient_hook(m.layer->bias); }},
       {"layer.frozen of unit layer was set to require grad", [](Model& m) { m.frozen.requires_grad_(true); }},
       {"layer.bias of unit layer", [](Model& m) { m.layer->bias.unsafeGetTensorImpl()->set_storage_offset(0); }},
-      {"layer.weight of unit layer", [](Model& m) { m.layer->weight.unsafeGetTensorImpl()->set_sizes_contiguous({5, 3}); }},
+      {"layer.weight of unit layer",
+       [](Model& m) {
+         m.layer->weight.unsafeGetTensorImpl()->set_sizes_contiguous({5, 3});
+       }},
   };
   for (const Change& change : changes) {
     with_sharded(2, [&](Model& model, ShardedModel& sharded, const Context&) {

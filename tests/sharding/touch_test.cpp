@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -34,7 +35,8 @@ class RecordingOwner final : public StorageOwner {
   // A parameter of eight elements, each with its index for a value.
   at::Tensor add(PagedStorage::Role role = PagedStorage::Role::kParameters) {
     const int index = static_cast<int>(storages_.size());
-    storages_.push_back(c10::make_intrusive<PagedStorage>(8 * sizeof(float), role, this, index, "absent " + parameter_name_of(index)));
+    storages_.push_back(
+        c10::make_intrusive<PagedStorage>(8 * sizeof(float), role, this, index, "absent " + parameter_name_of(index)));
     values_.push_back(std::make_unique<float[]>(8));
     for (int i = 0; i < 8; ++i) values_.back()[static_cast<std::size_t>(i)] = static_cast<float>(i);
     pins_.push_back(0);
@@ -55,10 +57,12 @@ class RecordingOwner final : public StorageOwner {
       if (--pins_[static_cast<std::size_t>(storage->index())] == 0) storage->point_away();
     }
   }
-  void accumulate_gradient(PagedStorage&, const at::Tensor& added) override { log.push_back("accumulate " + std::to_string(added.sum().item<int>())); }
+  void accumulate_gradient(PagedStorage&, const at::Tensor& added) override {
+    log.push_back("accumulate " + std::to_string(added.sum().item<int>()));
+  }
   void clear_gradient(PagedStorage&) override { log.push_back("clear"); }
-  std::string parameter_name(const PagedStorage& storage, std::int64_t offset) const override {
-    return parameter_name_of(storage.index()) + "+" + std::to_string(offset);
+  std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const override {
+    return fmt::format("{}+{}", parameter_name_of(storage.index()), tensor.defined() ? tensor.storage_offset() : 0);
   }
 
   float value(std::size_t storage, std::size_t element) const { return values_[storage][element]; }
@@ -70,8 +74,8 @@ class RecordingOwner final : public StorageOwner {
   std::string parameter_name_of(int index) const { return name_ + std::to_string(index); }
   std::string describe(const OperatorUse& use) const {
     std::string text(use.name);
-    for (const PagedStorage* storage : use.storages) text += " " + parameter_name_of(storage->index());
-    return text + (use.writes ? " to write" : "");
+    for (const PagedStorage* storage : use.storages) text.append(" ").append(parameter_name_of(storage->index()));
+    return use.writes ? text.append(" to write") : text;
   }
 
   std::string name_;
@@ -98,29 +102,43 @@ void PrintTo(const TreatmentCase& c, std::ostream* out) { *out << c.name << "." 
 
 class TouchTreatmentTest : public ::testing::TestWithParam<TreatmentCase> {};
 
-TEST_P(TouchTreatmentTest, FollowsFromTheSchema) { EXPECT_EQ(touch_treatment(GetParam().name, GetParam().overload), GetParam().treatment); }
+TEST_P(TouchTreatmentTest, FollowsFromTheSchema) {
+  EXPECT_EQ(touch_treatment(GetParam().name, GetParam().overload), GetParam().treatment);
+}
 
 INSTANTIATE_TEST_SUITE_P(Operators, TouchTreatmentTest,
-                         ::testing::Values(TreatmentCase{"aten::view", "", TouchTreatment::kPass}, TreatmentCase{"aten::t", "", TouchTreatment::kPass},
-                                           TreatmentCase{"aten::split", "Tensor", TouchTreatment::kPass}, TreatmentCase{"aten::chunk", "", TouchTreatment::kPass},
-                                           TreatmentCase{"aten::unbind", "int", TouchTreatment::kPass}, TreatmentCase{"aten::detach", "", TouchTreatment::kPass},
-                                           TreatmentCase{"aten::to", "dtype", TouchTreatment::kPass}, TreatmentCase{"aten::contiguous", "", TouchTreatment::kPass},
-                                           TreatmentCase{"aten::zeros_like", "", TouchTreatment::kPass}, TreatmentCase{"aten::is_same_size", "", TouchTreatment::kPass},
-                                           TreatmentCase{"aten::addmm", "", TouchTreatment::kUse}, TreatmentCase{"aten::linear", "", TouchTreatment::kUse},
-                                           TreatmentCase{"aten::quantile", "scalar", TouchTreatment::kUse}, TreatmentCase{"aten::clone", "", TouchTreatment::kUse},
-                                           TreatmentCase{"aten::fill_", "Scalar", TouchTreatment::kUse}, TreatmentCase{"aten::copy_", "", TouchTreatment::kUse},
-                                           TreatmentCase{"aten::mm", "out", TouchTreatment::kUse}, TreatmentCase{"aten::embedding_renorm_", "", TouchTreatment::kUse},
+                         ::testing::Values(TreatmentCase{"aten::view", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::t", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::split", "Tensor", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::chunk", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::unbind", "int", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::detach", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::to", "dtype", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::contiguous", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::zeros_like", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::is_same_size", "", TouchTreatment::kPass},
+                                           TreatmentCase{"aten::addmm", "", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::linear", "", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::quantile", "scalar", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::clone", "", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::fill_", "Scalar", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::copy_", "", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::mm", "out", TouchTreatment::kUse},
+                                           TreatmentCase{"aten::embedding_renorm_", "", TouchTreatment::kUse},
                                            TreatmentCase{"aten::_foreach_add_", "List", TouchTreatment::kUse},
                                            TreatmentCase{"aten::set_", "source_Tensor", TouchTreatment::kRefuse},
-                                           TreatmentCase{"aten::resize_", "", TouchTreatment::kRefuse}, TreatmentCase{"aten::t_", "", TouchTreatment::kRefuse},
+                                           TreatmentCase{"aten::resize_", "", TouchTreatment::kRefuse},
+                                           TreatmentCase{"aten::t_", "", TouchTreatment::kRefuse},
                                            TreatmentCase{"aten::squeeze_", "", TouchTreatment::kRefuse}));
 
-TEST(TouchTreatmentTableTest, RefusesAnOperatorThatIsNone) { EXPECT_THROW(touch_treatment("aten::no_such_operator", ""), InvalidArgument); }
+TEST(TouchTreatmentTableTest, RefusesAnOperatorThatIsNone) {
+  EXPECT_THROW(touch_treatment("aten::no_such_operator", ""), InvalidArgument);
+}
 
 TEST(TouchTest, LeavesViewsAndMetadataUnpaged) {
   RecordingOwner owner("w");
   const at::Tensor w = owner.add();
-  EXPECT_EQ(w.t().narrow(0, 1, 2).reshape({4}).sizes(), at::IntArrayRef({4}));   // reshape of a transposed view copies
+  EXPECT_EQ(w.t().narrow(0, 1, 2).reshape({4}).sizes(), at::IntArrayRef({4}));  // reshape of a transposed view copies
   owner.log.clear();
   (void)w.view({8}).chunk(2)[1].expand({3, 4}).detach();
   EXPECT_EQ(at::zeros_like(w).sum().item<int>(), 0);
@@ -160,7 +178,7 @@ TEST(TouchTest, NamesEachStorageOnceInTheOrderOfTheArguments) {
 TEST(TouchTest, SeesListsAndOptionalLists) {
   RecordingOwner owner("w");
   const at::Tensor w = owner.add();
-  const at::Tensor index = w[0].to(at::kLong);   // a copy of 0 1 2 3
+  const at::Tensor index = w[0].to(at::kLong);  // a copy of 0 1 2 3
   owner.log.clear();
   (void)at::ones({8}).index({w[0] > 1});
   EXPECT_THAT(owner.log, ElementsAre("acquire aten::gt w0", "release aten::gt w0"));
@@ -221,7 +239,7 @@ TEST(TouchTest, AsksEachOwnerForItsOwnAndGivesAllBackWhenOneRefuses) {
   EXPECT_THAT(owners[0].log, ElementsAre("acquire aten::add a0", "release aten::add a0"));
   EXPECT_THAT(owners[1].log, ElementsAre("acquire aten::add b0", "release aten::add b0"));
   for (RecordingOwner& owner : owners) owner.log.clear();
-  owners[1].refuses = true;   // the later one in memory, so it is asked second
+  owners[1].refuses = true;  // the later one in memory, so it is asked second
   EXPECT_EQ(error_text([&] { (void)(b + a); }), "no memory for b");
   EXPECT_THAT(owners[0].log, ElementsAre("acquire aten::add a0", "give up aten::add a0"));
   EXPECT_THAT(owners[1].log, IsEmpty());
@@ -230,7 +248,10 @@ TEST(TouchTest, AsksEachOwnerForItsOwnAndGivesAllBackWhenOneRefuses) {
 TEST(TouchTest, RefusesAnotherStorageOrShapeByName) {
   RecordingOwner owner("w");
   const at::Tensor w = owner.add();
-  EXPECT_THAT(error_text([&] { w.set_(at::ones({2, 4})); }), AllOf(HasSubstr("aten::set_"), HasSubstr("w0+0"), HasSubstr("refused")));
+  EXPECT_THAT(error_text([&] {
+                w.set_(at::ones({2, 4}));
+              }),
+              AllOf(HasSubstr("aten::set_"), HasSubstr("w0+0"), HasSubstr("refused")));
   EXPECT_THAT(error_text([&] { w[1].resize_({100}); }), AllOf(HasSubstr("aten::resize_"), HasSubstr("w0+4")));
   EXPECT_THAT(error_text([&] { w.t_(); }), HasSubstr("aten::t_"));
   EXPECT_EQ(w.sizes(), at::IntArrayRef({2, 4}));

@@ -30,7 +30,8 @@ struct BlockImpl final : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// embed.weight 3x4; block0 and block1 of 4 + 16 + 4 + 16 elements each; head.weight is the embedding's; offset on the root.
+// embed.weight 3x4; block0 and block1 of 4 + 16 + 4 + 16 elements each; head.weight is the embedding's; offset on
+// the root.
 struct ModelImpl final : torch::nn::Module {
   ModelImpl() : torch::nn::Module("Model") {
     embed = register_module("embed", Linear(torch::nn::LinearOptions(4, 3).bias(false)));
@@ -70,17 +71,20 @@ std::string refusal(const torch::nn::Module& module, const Units& units) {
 }
 
 TEST(UnitCutTest, ByTypeTakesHoldersAndImplementationsAndLeavesTheRestToTheRoot) {
-  const std::vector<std::string> expected = {"(root): offset embed.weight[head.weight]", "block0: block0.scale block0.up.weight block0.up.bias block0.down.weight",
+  const std::vector<std::string> expected = {"(root): offset embed.weight[head.weight]",
+                                             "block0: block0.scale block0.up.weight block0.up.bias block0.down.weight",
                                              "block1: block1.scale block1.up.weight block1.up.bias block1.down.weight"};
   EXPECT_THAT(cut(units<Block>()), ::testing::UnorderedElementsAreArray(expected));
   EXPECT_EQ(cut(units<BlockImpl>()), cut(units<Block>()));
 }
 
 TEST(UnitCutTest, GivesAParameterToTheInnermostUnit) {
-  EXPECT_THAT(cut(units<Block, Linear>()),
-              ::testing::UnorderedElementsAre("(root): offset", "embed: embed.weight[head.weight]", "block0: block0.scale", "block0.up: block0.up.weight block0.up.bias",
-                                              "block0.down: block0.down.weight", "block1: block1.scale", "block1.up: block1.up.weight block1.up.bias",
-                                              "block1.down: block1.down.weight"));
+  EXPECT_THAT(
+      cut(units<Block, Linear>()),
+      ::testing::UnorderedElementsAre("(root): offset", "embed: embed.weight[head.weight]", "block0: block0.scale",
+                                      "block0.up: block0.up.weight block0.up.bias", "block0.down: block0.down.weight",
+                                      "block1: block1.scale", "block1.up: block1.up.weight block1.up.bias",
+                                      "block1.down: block1.down.weight"));
 }
 
 // Of fp32: embed 48 bytes, a block 160, its up 80 and down 64.
@@ -91,16 +95,19 @@ TEST(UnitCutTest, BySizeTakesTheLargestModulesWithinTheBound) {
     return result;
   };
   EXPECT_THAT(names(160), ::testing::UnorderedElementsAre("(root)", "embed", "block0", "block1"));
-  EXPECT_THAT(names(159), ::testing::UnorderedElementsAre("(root)", "embed", "block0.up", "block0.down", "block1.up", "block1.down"));
+  EXPECT_THAT(names(159), ::testing::UnorderedElementsAre("(root)", "embed", "block0.up", "block0.down", "block1.up",
+                                                          "block1.down"));
   EXPECT_THAT(names(64), ::testing::UnorderedElementsAre("(root)", "embed", "block0.down", "block1.down"));
   EXPECT_THAT(names(1), ElementsAre("(root)"));
 }
 
 TEST(UnitCutTest, ByNameTakesExactlyThese) {
-  EXPECT_THAT(cut(units_named({"block1.up", "head"})),
-              ::testing::UnorderedElementsAre("(root): offset embed.weight[head.weight] block0.scale block0.up.weight block0.up.bias block0.down.weight "
-                                              "block1.scale block1.down.weight",
-                                              "block1.up: block1.up.weight block1.up.bias"));
+  EXPECT_THAT(
+      cut(units_named({"block1.up", "head"})),
+      ::testing::UnorderedElementsAre(
+          "(root): offset embed.weight[head.weight] block0.scale block0.up.weight block0.up.bias block0.down.weight "
+          "block1.scale block1.down.weight",
+          "block1.up: block1.up.weight block1.up.bias"));
 }
 
 TEST(UnitCutTest, ByPredicateSeesDottedNames) {
@@ -110,7 +117,8 @@ TEST(UnitCutTest, ByPredicateSeesDottedNames) {
                                  return name == "block0.down";
                                }));
   EXPECT_EQ(units.size(), 2U);
-  EXPECT_THAT(seen, ElementsAre("embed", "block0", "block0.up", "block0.down", "block1", "block1.up", "block1.down", "head"));
+  EXPECT_THAT(seen,
+              ElementsAre("embed", "block0", "block0.up", "block0.down", "block1", "block1.up", "block1.down", "head"));
 }
 
 TEST(UnitCutTest, NamesASharedModuleOnce) {
@@ -129,7 +137,8 @@ TEST(UnitCutTest, RefusesWhatMatchesNothing) {
   const ModelImpl model;
   EXPECT_THAT(refusal(model, units_if([](const std::string&, const torch::nn::Module&) { return false; })),
               AllOf(HasSubstr("match no sub-module of Model"), HasSubstr("BlockImpl")));
-  EXPECT_THAT(refusal(model, units_named({"block0", "block9"})), AllOf(HasSubstr("unit block9"), HasSubstr("block1.down")));
+  EXPECT_THAT(refusal(model, units_named({"block0", "block9"})),
+              AllOf(HasSubstr("unit block9"), HasSubstr("block1.down")));
   EXPECT_THAT(refusal(torch::nn::Module("Empty"), {}), AllOf(HasSubstr("Empty"), HasSubstr("no parameter")));
 }
 

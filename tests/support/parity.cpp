@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <set>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -24,6 +25,16 @@ double run_step(const Training& training, LossModel& model, const Batch& batch) 
   return loss.item<double>();
 }
 
+// Each tensor once, under its first name: LibTorch lists a tied one under all of its names.
+std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  std::set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) result.emplace_back(item.key(), item.value());
+  }
+  return result;
+}
+
 class PlainOptimizer {
  public:
   virtual ~PlainOptimizer() = default;
@@ -33,10 +44,12 @@ class PlainOptimizer {
 class TorchOptimizer final : public PlainOptimizer {
  public:
   TorchOptimizer(const torch::nn::Module& module, bool adamw) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& [name, tensor] : distinct_parameters(module)) tensors.push_back(tensor);
     if (adamw) {
-      optimizer_ = std::make_unique<torch::optim::AdamW>(module.parameters(), torch::optim::AdamWOptions(kAdamLr));
+      optimizer_ = std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(kAdamLr));
     } else {
-      optimizer_ = std::make_unique<torch::optim::SGD>(module.parameters(), torch::optim::SGDOptions(kSgdLr));
+      optimizer_ = std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(kSgdLr));
     }
   }
   void step() override { optimizer_->step(); }
@@ -49,7 +62,7 @@ class TorchOptimizer final : public PlainOptimizer {
 class KernelOptimizer final : public PlainOptimizer {
  public:
   KernelOptimizer(const torch::nn::Module& module, bool adamw) : adamw_(adamw) {
-    for (const at::Tensor& p : module.parameters()) states_.push_back({p, at::zeros_like(p), at::zeros_like(p)});
+    for (const auto& [name, p] : distinct_parameters(module)) states_.push_back({p, at::zeros_like(p), at::zeros_like(p)});
   }
   void step() override {
     const at::NoGradGuard no_grad;
@@ -78,6 +91,17 @@ class KernelOptimizer final : public PlainOptimizer {
 
 }  // namespace
 
+Training mixed_training() {
+  Training training;
+  training.make_model = [] {
+    at::manual_seed(7);
+    return std::make_shared<MixedModel>();
+  };
+  training.batch = [](int step) { return MixedModel::batch(12, 100 + static_cast<std::uint64_t>(step)); };
+  training.options.units = units<Block, torch::nn::LSTM, torch::nn::Conv1d>();
+  return training;
+}
+
 Trace train_plain(const Training& training) {
   at::set_num_threads(1);
   const auto model = training.make_model();
@@ -91,8 +115,8 @@ Trace train_plain(const Training& training) {
   for (int step = 0; step < training.steps; ++step) {
     trace.losses.push_back(run_step(training, *model, training.batch(step)));
     Tensors gradients;
-    for (const auto& item : model->named_parameters()) {
-      if (item.value().grad().defined()) gradients[item.key()] = item.value().grad().clone();
+    for (const auto& [name, parameter] : distinct_parameters(*model)) {
+      if (parameter.grad().defined()) gradients[name] = parameter.grad().clone();
     }
     trace.gradients.push_back(std::move(gradients));
     optimizer->step();
@@ -102,31 +126,34 @@ Trace train_plain(const Training& training) {
   return trace;
 }
 
+Trace train_rank(const Context& context, const Training& training, const std::shared_ptr<LossModel>& model) {
+  at::set_num_threads(1);
+  Engine engine = shard(context, model, training.options);
+  Optimizer optimizer = training.adamw ? engine.optimizer(AdamW{.lr = kAdamLr}) : engine.optimizer(SGD{.lr = kSgdLr});
+  Trace trace;
+  for (int step = 0; step < training.steps; ++step) {
+    const double loss = context.mean(run_step(training, *model, part_of(training.batch(step), context.rank(), context.world_size())));
+    const Tensors gradients = assemble(context, engine.gradient_views());
+    optimizer.step();
+    if (!context.is_main()) continue;
+    trace.losses.push_back(loss);
+    trace.gradients.push_back(gradients);
+  }
+  trace.parameters = parameters_of(*model);
+  return trace;
+}
+
 Trace train_sharded(const Training& training, int world_size) {
   Trace trace;
-  at::set_num_threads(1);
   std::mutex building;   // modules draw from the one default generator
   run_ranks(
       world_size,
       [&](const Context& context) {
-        at::set_num_threads(1);
-        std::shared_ptr<LossModel> model;
-        {
-          const std::lock_guard lock(building);
-          model = training.make_model();
-        }
-        Engine engine = shard(context, model, training.options);
-        Optimizer optimizer = training.adamw ? engine.optimizer(AdamW{.lr = kAdamLr}) : engine.optimizer(SGD{.lr = kSgdLr});
-        for (int step = 0; step < training.steps; ++step) {
-          const double loss = context.mean(run_step(training, *model, part_of(training.batch(step), context.rank(), world_size)));
-          const Tensors gradients = assemble(context, engine.gradient_views());
-          optimizer.step();
-          if (!context.is_main()) continue;
-          trace.losses.push_back(loss);
-          trace.gradients.push_back(gradients);
-        }
-        const Tensors parameters = parameters_of(*model);
-        if (context.is_main()) trace.parameters = parameters;
+        std::unique_lock lock(building);
+        const std::shared_ptr<LossModel> model = training.make_model();
+        lock.unlock();
+        Trace own = train_rank(context, training, model);
+        if (context.is_main()) trace = std::move(own);
       },
       training.ranks);
   return trace;

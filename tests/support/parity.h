@@ -37,8 +37,14 @@ struct Training {
   RunRanksOptions ranks{};
 };
 
+// MixedModel with its blocks, LSTM and convolution as units, over 12 sequences a step.
+Training mixed_training();
+
 Trace train_plain(const Training& training);
+// Ranks as threads of this process.
 Trace train_sharded(const Training& training, int world_size);
+// This rank's run; losses and gradients are filled on rank 0 only.
+Trace train_rank(const Context& context, const Training& training, const std::shared_ptr<LossModel>& model);
 
 // Each expectation names the tensor. tolerance 0 = the same bits.
 void expect_equal(const at::Tensor& actual, const at::Tensor& expected, double absolute, double relative, const std::string& name);
