@@ -41,8 +41,9 @@ DType to_dtype(at::ScalarType type) {
     case at::kBool: return DType::kBool;
     default: break;
   }
-  throw InvalidArgument(fmt::format("expected a parameter of a real floating, integer or bool type, got {}; keep such a tensor as a buffer",
-                                    c10::toString(type)));
+  throw InvalidArgument(fmt::format(
+      "expected a parameter of a real floating, integer or bool type, got {}; keep such a tensor as a buffer",
+      c10::toString(type)));
 }
 
 at::ScalarType to_scalar_type(DType dtype) {
@@ -61,7 +62,8 @@ at::ScalarType to_scalar_type(DType dtype) {
   return at::kFloat;
 }
 
-at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like, std::int64_t offset) {
+at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like,
+                           std::int64_t offset) {
   auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), like.key_set().add(kTouchKey), like.dtype());
   impl->set_sizes_and_strides(like.sizes(), like.strides(), offset);
   return at::Tensor(std::move(impl));
@@ -86,6 +88,8 @@ const void* installed_gradient_hook(const at::Tensor& parameter) {
   return torch::autograd::impl::post_acc_grad_hooks(parameter).get();
 }
 
-void remove_gradient_hook(const at::Tensor& parameter) { torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr); }
+void remove_gradient_hook(const at::Tensor& parameter) {
+  torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+}
 
 }  // namespace fsdp

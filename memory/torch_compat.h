@@ -21,11 +21,12 @@ namespace fsdp {
 constexpr c10::DispatchKey kTouchKey = c10::DispatchKey::FSDP_DISPATCH_KEY;
 std::string_view touch_key_name();
 
-DType to_dtype(at::ScalarType type);               // throws InvalidArgument for a type that checkpoints cannot hold
+DType to_dtype(at::ScalarType type);  // throws InvalidArgument for a type that checkpoints cannot hold
 at::ScalarType to_scalar_type(DType dtype);
 
 // A tensor over `storage` that carries kTouchKey, with the sizes, strides and dtype of `like`; offset in elements.
-at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like, std::int64_t offset);
+at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like,
+                           std::int64_t offset);
 // A plain tensor over borrowed memory, with the sizes, strides and dtype of `like`.
 at::Tensor make_plain_view(void* data, const at::Tensor& like);
 

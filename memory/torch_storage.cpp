@@ -4,8 +4,12 @@ namespace fsdp {
 
 PagedStorage::PagedStorage(std::size_t nbytes, Role role, StorageOwner* owner, int index, std::string absent_text)
     : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(nbytes)),
-                       c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), /*allocator=*/nullptr, /*resizable=*/false),
-      role_(role), owner_(owner), index_(index), absent_text_(std::move(absent_text)) {
+                       c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), /*allocator=*/nullptr,
+                       /*resizable=*/false),
+      role_(role),
+      owner_(owner),
+      index_(index),
+      absent_text_(std::move(absent_text)) {
   point_away();
 }
 

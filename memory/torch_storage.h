@@ -1,9 +1,10 @@
 // Storages whose memory comes and goes. A parameter group has one; so has each gradient that was taken away.
 //
 // NOTE [Paged storage]
-// nbytes never changes: with 0, views of an absent parameter would throw. An absent storage has a null pointer and a text that LibTorch throws
-// to whoever reads it past the dispatcher; views, saved tensors and the parameter itself share the storage, so one
-// swap serves them all. The owner is found through the storage's own type: no table of storages, nothing global.
+// nbytes never changes: with 0, views of an absent parameter would throw. An absent storage has a null pointer and a
+// text that LibTorch throws to whoever reads it past the dispatcher; views, saved tensors and the parameter itself
+// share the storage, so one swap serves them all. The owner is found through the storage's own type: no table of
+// storages, nothing global.
 #pragma once
 
 #include <span>
@@ -18,9 +19,9 @@ class PagedStorage;
 
 // One operator as the owner of a storage sees it.
 struct OperatorUse {
-  std::string_view name;                          // "aten::addmm"
-  std::span<PagedStorage* const> storages;        // of this owner, each once, in the order of the arguments
-  bool writes = false;                            // to one of them
+  std::string_view name;                    // "aten::addmm"
+  std::span<PagedStorage* const> storages;  // of this owner, each once, in the order of the arguments
+  bool writes = false;                      // to one of them
 };
 
 // Who pages a storage in. Called from any thread that runs operators.
@@ -31,7 +32,8 @@ class StorageOwner {
   virtual void acquire(const OperatorUse& use) = 0;
   // `completed` is false where the operator threw.
   virtual void release(const OperatorUse& use, bool completed) = 0;
-  // An operator meets the placeholder of a gradient: an accumulation (`added` is defined), a clearing (it is not), or anything else (throws).
+  // An operator meets the placeholder of a gradient: an accumulation (`added` is defined), a clearing (it is not), or
+  // anything else (throws).
   virtual void accumulate_gradient(PagedStorage& storage, const at::Tensor& added) = 0;
   virtual void clear_gradient(PagedStorage& storage) = 0;
   // Of which parameter a view of the storage is a part; for errors.

@@ -43,10 +43,13 @@ void CommunicationStream::check() const {
 }
 
 bool CommunicationStream::take(Job& job) {
-  const auto next_ready = [this] { return std::find_if(jobs_.begin(), jobs_.end(), [](const Job& candidate) { return candidate.ready(); }); };
+  const auto next_ready = [this] {
+    return std::find_if(jobs_.begin(), jobs_.end(), [](const Job& candidate) { return candidate.ready(); });
+  };
   std::unique_lock lock(mutex_);
   for (;;) {
-    // With nothing to do the wait has no limit: the program may pause between steps. A job that waits for a peer has one.
+    // With nothing to do the wait has no limit: the program may pause between steps. A job that waits for a peer has
+    // one.
     enqueued_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
     if (stopping_) return false;
     if (const auto next = next_ready(); next != jobs_.end()) {
@@ -91,7 +94,7 @@ void CommunicationStream::fail(std::exception_ptr error, const std::string& what
   try {
     std::rethrow_exception(error);
   } catch (const CommunicationError& e) {
-    text = fmt::format("{}: {}", what, e.what());   // `what` names rank and step
+    text = fmt::format("{}: {}", what, e.what());  // `what` names rank and step
     error = std::make_exception_ptr(CommunicationError(text, e.rank()));
   } catch (const std::exception& e) {
     text = fmt::format("{}: {}", what, e.what());

@@ -1,5 +1,5 @@
-// The engine's own thread for gathers and reductions. Jobs run one at a time, each as soon as it is ready, in the order of their enqueueing
-// among those that are: a job that waits for a peer never holds up another.
+// The engine's own thread for gathers and reductions. Jobs run one at a time, each as soon as it is ready, in the
+// order of their enqueueing among those that are: a job that waits for a peer never holds up another.
 #pragma once
 
 #include <condition_variable>
@@ -17,14 +17,14 @@ namespace fsdp {
 class CommunicationStream {
  public:
   struct Job {
-    std::function<bool()> ready;   // reads atomics only; called often, from the stream's thread
+    std::function<bool()> ready;  // reads atomics only; called often, from the stream's thread
     std::function<void()> run;
-    std::string what;              // for errors: "gather of layers.3"
+    std::string what;  // for errors: "gather of layers.3"
   };
 
   // `on_progress` is called from the stream's thread after each job, and when one fails.
   CommunicationStream(Communicator& communicator, std::function<void()> on_progress);
-  ~CommunicationStream();          // jobs that have not begun are dropped
+  ~CommunicationStream();  // jobs that have not begun are dropped
 
   void enqueue(Job job);
   // True when every job enqueued so far has run, or one has failed.

@@ -23,7 +23,8 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units)
     mix(std::hash<std::string>()(unit.name));
     for (const NamedParameter& p : unit.parameters) {
       mix(std::hash<std::string>()(p.name));
-      mix(static_cast<std::uint64_t>(p.tensor.scalar_type()) * 2 + static_cast<std::uint64_t>(p.tensor.requires_grad()));
+      mix(static_cast<std::uint64_t>(p.tensor.scalar_type()) * 2 +
+          static_cast<std::uint64_t>(p.tensor.requires_grad()));
       for (const std::int64_t size : p.tensor.sizes()) mix(static_cast<std::uint64_t>(size));
       ++own.parameters;
       own.numel += p.tensor.numel();
@@ -34,8 +35,10 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units)
   for (int rank = 1; rank < context.world_size(); ++rank) {
     const Summary& other = all[static_cast<std::size_t>(rank)];
     if (other == all[0]) continue;
-    throw InvalidArgument(fmt::format("fsdp::shard: rank {} has another model or other units than rank 0 ({} parameters of {} elements, rank 0 {} of {}); build the same on every rank",
-                                      rank, other.parameters, other.numel, all[0].parameters, all[0].numel), rank);
+    throw InvalidArgument(fmt::format("fsdp::shard: rank {} has another model or other units than rank 0 ({} "
+                                      "parameters of {} elements, rank 0 {} of {}); build the same on every rank",
+                                      rank, other.parameters, other.numel, all[0].parameters, all[0].numel),
+                          rank);
   }
 }
 

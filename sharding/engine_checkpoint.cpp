@@ -66,7 +66,8 @@ void EngineState::save(const std::filesystem::path& dir) {
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       for (const std::string& name : p.tied_names) content.tied[name] = p.name;
-      if (optimizer_ != nullptr && p.trainable_index >= 0) content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
+      if (optimizer_ != nullptr && p.trainable_index >= 0)
+        content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
     }
     content.rank_state[kRandomState] = random_state();
     save_checkpoint(core_.communicator(), dir, content);
@@ -86,7 +87,8 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
       const auto steps = loaded->scalars.find(step_scalar(p.name));
       optimizer_->parameter_steps()[i] = steps != loaded->scalars.end() ? steps->second : 0;
     }
-    if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end()) set_random_state(random->second);
+    if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end())
+      set_random_state(random->second);
     core_.communicator().barrier();
     return loaded->step;
   });
@@ -104,8 +106,10 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
   }
   for (int rank = 0; rank < context().world_size(); ++rank) {
     const ShardPiece piece = group.layout->piece(p.index_in_group, rank);
-    core_.communicator().read(*core_.parameters, rank, group.shard_offset + static_cast<std::size_t>(piece.shard_offset) * element_bytes,
-                              {target + static_cast<std::size_t>(piece.begin) * element_bytes, static_cast<std::size_t>(piece.numel()) * element_bytes});
+    core_.communicator().read(*core_.parameters, rank,
+                              group.shard_offset + static_cast<std::size_t>(piece.shard_offset) * element_bytes,
+                              {target + static_cast<std::size_t>(piece.begin) * element_bytes,
+                               static_cast<std::size_t>(piece.numel()) * element_bytes});
   }
   if (in_memory_order.defined()) {
     const at::Tensor row_major = make_plain_view(target, p.tensor).contiguous();
@@ -115,7 +119,7 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
 
 void EngineState::consolidate(const std::filesystem::path& file) {
   guarded("Engine::consolidate", [&] {
-    core_.communicator().barrier();   // every rank's shards are final
+    core_.communicator().barrier();  // every rank's shards are final
     together(core_.communicator(), [&] {
       if (!context().is_main()) return;
       std::vector<TensorInfo> tensors;
@@ -126,7 +130,9 @@ void EngineState::consolidate(const std::filesystem::path& file) {
         by_name[p.name] = &p;
         for (const std::string& name : p.tied_names) tied[name] = p.name;
       }
-      write_consolidated(file, tensors, tied, [&](const TensorInfo& info, std::span<std::byte> bytes) { fetch(*by_name.at(info.name), bytes); });
+      write_consolidated(file, tensors, tied, [&](const TensorInfo& info, std::span<std::byte> bytes) {
+        fetch(*by_name.at(info.name), bytes);
+      });
     });
   });
 }

@@ -21,10 +21,14 @@ at::Tensor zeroed_bytes(std::size_t bytes) {
 }
 
 EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, int the_prefetch, StorageOwner* owner)
-    : context(the_context), prefetch(the_prefetch), model(std::move(units), the_context.communicator(), owner),
-      parameters(communicator().allocate(model.parameter_shard_bytes)), gradients(zeroed_bytes(model.state_shard_bytes)),
+    : context(the_context),
+      prefetch(the_prefetch),
+      model(std::move(units), the_context.communicator(), owner),
+      parameters(communicator().allocate(model.parameter_shard_bytes)),
+      gradients(zeroed_bytes(model.state_shard_bytes)),
       mailbox(communicator(), static_cast<int>(model.units.size()), slots_for(prefetch)),
-      slots(communicator(), mailbox, slots_for(prefetch), model.slot_bytes), timeline(trainable_counts(model), prefetch),
+      slots(communicator(), mailbox, slots_for(prefetch), model.slot_bytes),
+      timeline(trainable_counts(model), prefetch),
       stream(communicator(), [this] { changed.notify_all(); }) {}
 
 std::string EngineCore::describe(std::string_view operation, int unit) const {
@@ -32,8 +36,8 @@ std::string EngineCore::describe(std::string_view operation, int unit) const {
 }
 
 bool EngineCore::wait_is_over(int slot, std::chrono::steady_clock::time_point began) const {
-  // Far longer than ranks that do alike are apart. A peer that is blocked where the engine cannot see it, in a call outside of the library,
-  // costs memory after this, never a hang.
+  // Far longer than ranks that do alike are apart. A peer that is blocked where the engine cannot see it, in a call
+  // outside of the library, costs memory after this, never a hang.
   constexpr std::chrono::seconds kPatience{5};
   return slots.is_drained(slot) || mailbox.is_deadlocked() || std::chrono::steady_clock::now() - began > kPatience;
 }

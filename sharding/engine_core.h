@@ -29,7 +29,9 @@ struct EngineCore {
 
   Communicator& communicator() const { return context.communicator(); }
   std::byte* parameter_shard(const FlatGroup& group) const { return parameters->local().data() + group.shard_offset; }
-  std::byte* gradient_shard(const FlatGroup& group) const { return static_cast<std::byte*>(gradients.mutable_data_ptr()) + group.state_offset; }
+  std::byte* gradient_shard(const FlatGroup& group) const {
+    return static_cast<std::byte*>(gradients.mutable_data_ptr()) + group.state_offset;
+  }
   const std::string& unit_name(int unit) const { return model.units[static_cast<std::size_t>(unit)].name; }
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.
   std::string describe(std::string_view operation, int unit) const;
@@ -49,17 +51,17 @@ struct EngineCore {
   Context context;
   int prefetch;
   ShardedModel model;
-  std::unique_ptr<Segment> parameters;   // each rank's shards of all groups
-  at::Tensor gradients;                  // bytes: this rank's shards of all trainable groups' gradients
+  std::unique_ptr<Segment> parameters;  // each rank's shards of all groups
+  at::Tensor gradients;                 // bytes: this rank's shards of all trainable groups' gradients
   ReduceMailbox mailbox;
   Slots slots;
   std::atomic<std::int64_t> step{0};
 
   std::mutex mutex;
-  std::condition_variable changed;       // a job of the stream is over
+  std::condition_variable changed;  // a job of the stream is over
   Timeline timeline;
 
-  CommunicationStream stream;            // last: its thread ends before the rest goes
+  CommunicationStream stream;  // last: its thread ends before the rest goes
 };
 
 }  // namespace fsdp

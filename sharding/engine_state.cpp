@@ -27,14 +27,20 @@ class EngineHook final : public GradientHook {
 
 }  // namespace
 
-EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units, const ShardOptions& options)
-    : module_(std::move(module)), options_(options), core_(context, std::move(units), options.prefetch, this), pager_(core_),
-      reducer_(core_, pager_), hook_(std::make_shared<EngineHook>(*this)), gradients_(core_.model.parameters.size()) {
+EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units,
+                         const ShardOptions& options)
+    : module_(std::move(module)),
+      options_(options),
+      core_(context, std::move(units), options.prefetch, this),
+      pager_(core_),
+      reducer_(core_, pager_),
+      hook_(std::make_shared<EngineHook>(*this)),
+      gradients_(core_.model.parameters.size()) {
   try {
     broadcast_parameters();
     core_.model.take_over(hook_);
   } catch (...) {
-    core_.model.release();   // no tensor may keep a storage whose owner is gone
+    core_.model.release();  // no tensor may keep a storage whose owner is gone
     throw;
   }
 }
@@ -88,10 +94,11 @@ void EngineState::begin_step() {
 }
 
 // NOTE [Writes to parameters]
-// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective: all ranks gather the old values, all write their resident
-// copy, then the owner of each element takes its own new value, or, where it has changed nothing, that of the lowest rank that has
-// (max_norm scales the rows that a rank looks up, whoever owns them). The resident copies are dropped: ranks may have written
-// different values (random initialisation), and the shards decide.
+// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective: all ranks gather the old
+// values, all write their resident copy, then the owner of each element takes its own new value, or, where it has
+// changed nothing, that of the lowest rank that has (max_norm scales the rows that a rank looks up, whoever owns
+// them). The resident copies are dropped: ranks may have written different values (random initialisation), and the
+// shards decide.
 void EngineState::acquire(const OperatorUse& use) {
   const std::vector<int> units = units_of(use);
   {
@@ -149,8 +156,9 @@ void EngineState::merge_written(const FlatGroup& group, const Segment& written, 
   const std::size_t element_bytes = size_of(group.dtype);
   std::byte* shard = core_.parameter_shard(group);
   for (std::size_t at = 0; at < group.shard_bytes(); at += element_bytes) {
-    const auto changed = std::find_if(copies.begin(), copies.end(),
-                                      [&](const std::byte* copy) { return std::memcmp(copy + at, shard + at, element_bytes) != 0; });
+    const auto changed = std::find_if(copies.begin(), copies.end(), [&](const std::byte* copy) {
+      return std::memcmp(copy + at, shard + at, element_bytes) != 0;
+    });
     if (changed != copies.end()) std::memcpy(shard + at, *changed + at, element_bytes);
   }
 }
@@ -165,10 +173,14 @@ void EngineState::clear_gradient(PagedStorage& storage) {
   gradients_[static_cast<std::size_t>(storage.index())].cleared = true;
 }
 
-std::string EngineState::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const { return core_.model.parameter_name(storage, tensor); }
+std::string EngineState::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const {
+  return core_.model.parameter_name(storage, tensor);
+}
 
 void EngineState::rethrow_to_all(std::string_view operation) {
-  const auto in_context = [&](std::string_view text) { return fmt::format("{} (rank {}, step {}): {}", operation, context().rank(), core_.step.load(), text); };
+  const auto in_context = [&](std::string_view text) {
+    return fmt::format("{} (rank {}, step {}): {}", operation, context().rank(), core_.step.load(), text);
+  };
   try {
     throw;
   } catch (const CommunicationError& error) {
@@ -176,7 +188,8 @@ void EngineState::rethrow_to_all(std::string_view operation) {
     core_.communicator().abort(text);
     throw CommunicationError(text, error.rank());
   } catch (const Error& error) {
-    if (error.id() == ErrorId::kMemory || error.id() == ErrorId::kDevice) core_.communicator().abort(in_context(error.what()));
+    if (error.id() == ErrorId::kMemory || error.id() == ErrorId::kDevice)
+      core_.communicator().abort(in_context(error.what()));
     throw;
   } catch (const std::exception& error) {
     core_.communicator().abort(in_context(error.what()));
@@ -191,17 +204,21 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
   if (!grad.defined()) return;
   std::unique_lock lock(core_.mutex);
   begin_step();
-  core_.model.check_identity(p);   // a conversion reads each parameter before it replaces it, so the step had begun
+  core_.model.check_identity(p);  // a conversion reads each parameter before it replaces it, so the step had begun
   GradientSlot& slot = gradients_[index];
   const bool was_placeholder = p.is_placeholder(grad);
-  at::Tensor gradient = was_placeholder ? std::exchange(slot.delivered, at::Tensor()) : std::exchange(grad, p.placeholder);
+  at::Tensor gradient = was_placeholder ? std::exchange(slot.delivered, at::Tensor())
+                                        : std::exchange(grad, p.placeholder);
   if (!gradient.defined()) return;
   const auto refuse = [&](std::string_view what, std::string_view remedy) {
     grad.reset();
     throw InvalidArgument(fmt::format("{} of parameter {} is refused; {}", what, p.name, remedy));
   };
-  if (at::GradMode::is_enabled()) refuse("backward(create_graph=true): the gradient", "use torch::autograd::grad with create_graph, which keeps the graph and accumulates nothing");
-  if (gradient.layout() != at::kStrided) refuse("a sparse gradient", "build the torch::nn::Embedding with sparse(false)");
+  if (at::GradMode::is_enabled())
+    refuse("backward(create_graph=true): the gradient",
+           "use torch::autograd::grad with create_graph, which keeps the graph and accumulates nothing");
+  if (gradient.layout() != at::kStrided)
+    refuse("a sparse gradient", "build the torch::nn::Embedding with sparse(false)");
   const bool restarts = slot.taken && (slot.cleared || !was_placeholder);
   slot.taken = true;
   slot.cleared = false;
@@ -209,7 +226,8 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
 }
 
 Optimizer EngineState::make_optimizer(OptimizerOptions options) {
-  if (optimizer_ != nullptr) throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
+  if (optimizer_ != nullptr)
+    throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
   optimizer_ = std::make_unique<ShardedOptimizer>(core_, std::move(options));
   return Optimizer(*this);
 }
@@ -228,11 +246,14 @@ std::vector<bool> EngineState::used_here() const {
   return used;
 }
 
-void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) { reducer_.settle(lock, operation, used_here()); }
+void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) {
+  reducer_.settle(lock, operation, used_here());
+}
 
 StepResult EngineState::step(const StepOptions& options) {
   if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
-    throw InvalidArgument(fmt::format("Optimizer::step: expected max_grad_norm above 0, got {}", *options.max_grad_norm));
+    throw InvalidArgument(
+        fmt::format("Optimizer::step: expected max_grad_norm above 0, got {}", *options.max_grad_norm));
   }
   ShardedOptimizer& sharded = optimizer();
   core_.model.check_identity();
@@ -246,9 +267,13 @@ StepResult EngineState::step(const StepOptions& options) {
     if (norm.first_bad >= 0) {
       result.first_bad_parameter = core_.model.parameters[static_cast<std::size_t>(norm.first_bad)].name;
       if (options.on_non_finite == OnNonFinite::kFail) {
-        throw Error(ErrorId::kNonFinite, fmt::format("step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; lower the learning rate, "
-                                                     "look at this step's batch, or skip such steps with StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
-                                                     core_.step.load(), result.first_bad_parameter));
+        throw Error(
+            ErrorId::kNonFinite,
+            fmt::format(
+                "step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; lower the "
+                "learning rate, "
+                "look at this step's batch, or skip such steps with StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
+                core_.step.load(), result.first_bad_parameter));
       }
       result.skipped = true;
     } else {
@@ -259,7 +284,7 @@ StepResult EngineState::step(const StepOptions& options) {
     lock.lock();
     end_step(/*updated=*/!result.skipped);
     lock.unlock();
-    core_.communicator().barrier();   // no rank gathers before all have stepped
+    core_.communicator().barrier();  // no rank gathers before all have stepped
     return result;
   });
 }
@@ -274,7 +299,8 @@ void EngineState::zero_grad() {
 
 void EngineState::end_step(bool updated) {
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    // A graph kept over the step saved the old values; its backward must throw, as after torch::optim's in-place update.
+    // A graph kept over the step saved the old values; its backward must throw, as after torch::optim's in-place
+    // update.
     if (updated && reducer_.used()[i]) bump_version(core_.model.parameters[i].tensor);
   }
   drop_gradients();
@@ -291,15 +317,23 @@ void EngineState::drop_gradients() {
   reducer_.forget();
 }
 
-ShardView EngineState::view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const {
-  return {.name = std::move(prefix) + p.name, .kind = kind, .dtype = dtype, .shape = p.tensor.sizes().vec(), .strides = p.tensor.strides().vec(),
-          .begin = p.piece.begin, .end = p.piece.end, .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype)};
+ShardView EngineState::view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix,
+                               std::byte* shard) const {
+  return {.name = std::move(prefix) + p.name,
+          .kind = kind,
+          .dtype = dtype,
+          .shape = p.tensor.sizes().vec(),
+          .strides = p.tensor.strides().vec(),
+          .begin = p.piece.begin,
+          .end = p.piece.end,
+          .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype)};
 }
 
 std::vector<ShardView> EngineState::shard_views() const {
   std::vector<ShardView> views;
   for (const ShardedParameter& p : core_.model.parameters) {
-    views.push_back(view_of(p, ShardKind::kParameter, p.dtype, "", core_.parameter_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
+    views.push_back(view_of(p, ShardKind::kParameter, p.dtype, "",
+                            core_.parameter_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
   }
   if (optimizer_ == nullptr) return views;
   const std::vector<std::string> names = optimizer_->state_names();
@@ -307,7 +341,8 @@ std::vector<ShardView> EngineState::shard_views() const {
     for (const ShardedParameter& p : core_.model.parameters) {
       if (p.trainable_index < 0) continue;
       const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-      views.push_back(view_of(p, ShardKind::kOptimizer, state_dtype(p.dtype), names[which] + ".", optimizer_->state(which, group)));
+      views.push_back(
+          view_of(p, ShardKind::kOptimizer, state_dtype(p.dtype), names[which] + ".", optimizer_->state(which, group)));
     }
   }
   return views;
@@ -321,7 +356,8 @@ std::vector<ShardView> EngineState::gradient_views() {
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       if (!reducer_.used()[i]) continue;
-      views.push_back(view_of(p, ShardKind::kGradient, state_dtype(p.dtype), "", core_.gradient_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
+      views.push_back(view_of(p, ShardKind::kGradient, state_dtype(p.dtype), "",
+                              core_.gradient_shard(core_.model.groups[static_cast<std::size_t>(p.group)])));
     }
     return views;
   });
@@ -329,10 +365,15 @@ std::vector<ShardView> EngineState::gradient_views() {
 
 MemoryReport EngineState::memory() {
   const std::lock_guard lock(core_.mutex);
-  return {.parameter_shard_bytes = core_.parameters->bytes(), .gradient_shard_bytes = core_.model.state_shard_bytes,
-          .optimizer_bytes = optimizer_ != nullptr ? optimizer_->state_bytes() : 0, .arena_bytes = core_.slots.bytes(),
-          .communication_bytes = core_.mailbox.bytes(), .resident_bytes = pager_.resident_bytes(), .held_gradient_bytes = reducer_.held_bytes(),
-          .peak_overflow_bytes = pager_.peak_overflow_bytes(), .overflows = pager_.overflows() + reducer_.held_rounds()};
+  return {.parameter_shard_bytes = core_.parameters->bytes(),
+          .gradient_shard_bytes = core_.model.state_shard_bytes,
+          .optimizer_bytes = optimizer_ != nullptr ? optimizer_->state_bytes() : 0,
+          .arena_bytes = core_.slots.bytes(),
+          .communication_bytes = core_.mailbox.bytes(),
+          .resident_bytes = pager_.resident_bytes(),
+          .held_gradient_bytes = reducer_.held_bytes(),
+          .peak_overflow_bytes = pager_.peak_overflow_bytes(),
+          .overflows = pager_.overflows() + reducer_.held_rounds()};
 }
 
 Plan EngineState::plan() {
@@ -348,7 +389,8 @@ Plan EngineState::plan() {
   plan.dispatch_key = touch_key_name();
   plan.units_by = options_.units.predicate ? "predicate" : !options_.units.names.empty() ? "name" : "size";
   const std::size_t states = optimizer_ != nullptr ? optimizer_->state_names().size() : 0;
-  for (const UnitLayout& unit : core_.model.units) plan.units.push_back({.name = unit.name, .parameter_bytes = unit.slot_bytes});
+  for (const UnitLayout& unit : core_.model.units)
+    plan.units.push_back({.name = unit.name, .parameter_bytes = unit.slot_bytes});
   for (const ShardedParameter& p : core_.model.parameters) {
     UnitPlan& unit = plan.units[static_cast<std::size_t>(p.unit)];
     const std::int64_t numel = p.tensor.numel();

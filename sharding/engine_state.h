@@ -23,7 +23,8 @@ namespace fsdp {
 class EngineState final : public StorageOwner {
  public:
   // Collective. `units` are the module's, cut by the options.
-  EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units, const ShardOptions& options);
+  EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units,
+              const ShardOptions& options);
   ~EngineState() override;
 
   // StorageOwner: what the dispatcher's fallback asks for.
@@ -54,9 +55,9 @@ class EngineState final : public StorageOwner {
  private:
   // What became of a trainable parameter's .grad since the last step.
   struct GradientSlot {
-    bool taken = false;        // a placeholder was left
-    bool cleared = false;      // and zeroed in place by the user
-    at::Tensor delivered;      // autograd added this to the placeholder; the hook comes next
+    bool taken = false;    // a placeholder was left
+    bool cleared = false;  // and zeroed in place by the user
+    at::Tensor delivered;  // autograd added this to the placeholder; the hook comes next
   };
 
   std::vector<int> units_of(const OperatorUse& use) const;
@@ -77,7 +78,8 @@ class EngineState final : public StorageOwner {
       rethrow_to_all(operation);
     }
   }
-  // A refusal (InvalidArgument, CheckpointError, kNonFinite) comes on every rank by itself. Anything else is this rank's own, so the group is aborted.
+  // A refusal (InvalidArgument, CheckpointError, kNonFinite) comes on every rank by itself. Anything else is this
+  // rank's own, so the group is aborted.
   [[noreturn]] void rethrow_to_all(std::string_view operation);
   const Context& context() const { return core_.context; }
   ShardView view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const;
@@ -92,8 +94,8 @@ class EngineState final : public StorageOwner {
   GradientReducer reducer_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   std::shared_ptr<GradientHook> hook_;
-  std::vector<GradientSlot> gradients_;    // by parameter
-  bool identity_checked_ = false;          // since the last step
+  std::vector<GradientSlot> gradients_;  // by parameter
+  bool identity_checked_ = false;        // since the last step
 };
 
 }  // namespace fsdp

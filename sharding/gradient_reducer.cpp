@@ -64,15 +64,17 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
 }
 
 bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot) {
-  const int slot = planned_slot != kNoSlot && core_.slots.is_free(planned_slot) ? planned_slot : core_.slots.find_free();
+  const int slot = planned_slot != kNoSlot && core_.slots.is_free(planned_slot) ? planned_slot
+                                                                                : core_.slots.find_free();
   if (slot == kNoSlot) return false;
   core_.slots.take(slot);
   if (!core_.slots.is_drained(slot)) {
     const Slots::Drain drain = core_.slots.drain_of(slot);
     core_.mailbox.set_waiting(drain.unit, drain.generation);
     lock.unlock();
-    core_.communicator().wait_until([&, began = std::chrono::steady_clock::now()] { return core_.wait_is_over(slot, began); },
-                                    core_.describe("the buffer for gradients", round.unit));
+    core_.communicator().wait_until(
+        [&, began = std::chrono::steady_clock::now()] { return core_.wait_is_over(slot, began); },
+        core_.describe("the buffer for gradients", round.unit));
     lock.lock();
     core_.mailbox.set_running();
   }
@@ -125,7 +127,8 @@ void GradientReducer::zero_missing(const Round& round, std::byte* buffer) const 
   const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
   const auto zero = [&](const FlatGroup& group, const ElementRange& range) {
     const std::size_t element_bytes = size_of(group.dtype);
-    std::memset(buffer + group.slot_offset + static_cast<std::size_t>(range.offset) * element_bytes, 0, static_cast<std::size_t>(range.numel) * element_bytes);
+    std::memset(buffer + group.slot_offset + static_cast<std::size_t>(range.offset) * element_bytes, 0,
+                static_cast<std::size_t>(range.numel) * element_bytes);
   };
   for (std::size_t i = 0; i < round.packed.size(); ++i) {
     if (round.packed[i]) continue;
@@ -167,7 +170,7 @@ void GradientReducer::publish_absent(int unit) {
   auto round = std::make_shared<Round>();
   round->unit = unit;
   begin_generation(*round);
-  round->state = GradientState::kReducing;   // a round without gradients has nothing to fill
+  round->state = GradientState::kReducing;  // a round without gradients has nothing to fill
   core_.mailbox.publish(unit, round->generation, ReduceMailbox::kAbsent);
   enqueue_reduction(std::move(round));
 }
@@ -199,9 +202,15 @@ void GradientReducer::reduce(Round& round) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     if (!group.trainable) continue;
     const std::size_t share = group.slot_offset + static_cast<std::size_t>(communicator.rank()) * group.shard_bytes();
-    for (std::size_t rank = 0; rank < inputs.size(); ++rank) inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + share : nullptr;
-    communicator.reduce({.inputs = inputs, .numel = group.layout->shard_numel(), .input_dtype = group.dtype, .output = core_.gradient_shard(group),
-                         .accumulate = round.accumulates, .divisor = communicator.world_size(), .label = unit.name});
+    for (std::size_t rank = 0; rank < inputs.size(); ++rank)
+      inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + share : nullptr;
+    communicator.reduce({.inputs = inputs,
+                         .numel = group.layout->shard_numel(),
+                         .input_dtype = group.dtype,
+                         .output = core_.gradient_shard(group),
+                         .accumulate = round.accumulates,
+                         .divisor = communicator.world_size(),
+                         .label = unit.name});
   }
   move_to(round.state, GradientState::kReduced, unit.name);
   core_.mailbox.consume(round.unit, round.generation);
@@ -242,7 +251,8 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
     const std::uint64_t generation = units_[unit].generation + static_cast<std::uint64_t>(units_[unit].pending);
     std::memcpy(own.data() + sizeof(mine) + unit * sizeof(generation), &generation, sizeof(generation));
   }
-  for (std::size_t p = 0; p < used_.size(); ++p) own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
+  for (std::size_t p = 0; p < used_.size(); ++p)
+    own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
   lock.unlock();
   core_.communicator().all_gather(own, all);
@@ -256,8 +266,11 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
     Agreement theirs;
     std::memcpy(&theirs, data, sizeof(theirs));
     if (operation != theirs.operation || theirs.step != mine.step) {
-      throw CommunicationError(fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same calls in the same order",
-                                           core_.context.rank(), operation, mine.step, rank, theirs.operation, theirs.step), rank);
+      throw CommunicationError(
+          fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same "
+                      "calls in the same order",
+                      core_.context.rank(), operation, mine.step, rank, theirs.operation, theirs.step),
+          rank);
     }
     overflow_slots = std::max(overflow_slots, theirs.overflow_slots);
     for (std::size_t unit = 0; unit < generations.size(); ++unit) {
@@ -272,18 +285,20 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
   return generations;
 }
 
-void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here) {
+void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation,
+                             const std::vector<bool>& used_here) {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     if (units_[static_cast<std::size_t>(unit)].open == nullptr) continue;
     core_.timeline.leave_plan();
-      end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
+    end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
   }
   flush_pending();
   std::uint64_t overflow_slots = 0;
   const std::vector<std::uint64_t> generations = agree(lock, operation, used_here, overflow_slots);
   if (overflow_slots > 0) overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
   overflow_offset_ = 0;
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)
+    publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
   // All ranks are here and publish everything, so every reduction ends; a buffer may be reused once all have read it.
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     wait_drained(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
@@ -291,13 +306,16 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
   overflow_.reset();
 }
 
-void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation, std::string_view operation) {
+void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
+                                   std::string_view operation) {
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   while (rounds.generation < last_generation) {
-    // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait ends.
+    // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait
+    // ends.
     const auto depth = static_cast<std::uint64_t>(slots_for(core_.prefetch));
     if (rounds.generation >= depth) wait_drained(lock, unit, rounds.generation + 1 - depth, operation);
-    const auto next = std::find_if(pending_.begin(), pending_.end(), [&](const auto& round) { return round->unit == unit; });
+    const auto next = std::find_if(pending_.begin(), pending_.end(),
+                                   [&](const auto& round) { return round->unit == unit; });
     if (next == pending_.end()) {
       publish_absent(unit);
       continue;
@@ -309,7 +327,8 @@ void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit,
   }
 }
 
-void GradientReducer::wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation) {
+void GradientReducer::wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation,
+                                   std::string_view operation) {
   if (core_.mailbox.is_drained(unit, generation)) return;
   lock.unlock();
   core_.communicator().wait_until([&] { return core_.mailbox.is_drained(unit, generation); },

@@ -1,9 +1,11 @@
-// Takes gradients as backward makes them, packs them into buffers that all ranks can read, and reduces each unit's as soon as all ranks have it.
+// Takes gradients as backward makes them, packs them into buffers that all ranks can read, and reduces each unit's as
+// soon as all ranks have it.
 //
 // NOTE [Gradient rounds]
-// A unit's gradients come in rounds (NOTE [Step plan]). A round holds the taken tensors until a slot is open, packs them there, and when it ends
-// is published; each rank then adds its own share of all ranks' buffers to its gradient shard. A round for which no slot is free stays held:
-// the settlement, which all ranks reach, gives it one. Which gradients share a round depends on the program alone, never on timing.
+// A unit's gradients come in rounds (NOTE [Step plan]). A round holds the taken tensors until a slot is open, packs
+// them there, and when it ends is published; each rank then adds its own share of all ranks' buffers to its gradient
+// shard. A round for which no slot is free stays held: the settlement, which all ranks reach, gives it one. Which
+// gradients share a round depends on the program alone, never on timing.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +24,12 @@ class GradientReducer {
  public:
   GradientReducer(EngineCore& core, Pager& pager);
 
-  // Both REQUIRE the lock on core.mutex. take: the gradient of a trainable parameter; `restarts` if the user has cleared what had accumulated.
+  // Both REQUIRE the lock on core.mutex. take: the gradient of a trainable parameter; `restarts` if the user has
+  // cleared what had accumulated.
   void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts);
 
-  // Collective; `operation` is compared over ranks. Reduces all that is left over on any rank. Afterwards used()[p] tells whether any rank
-  // holds a gradient of parameter p.
+  // Collective; `operation` is compared over ranks. Reduces all that is left over on any rank. Afterwards used()[p]
+  // tells whether any rank holds a gradient of parameter p.
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   const std::vector<bool>& used() const { return used_; }
   // The next reduction of each unit overwrites what has accumulated.
@@ -39,18 +42,18 @@ class GradientReducer {
   struct Round {
     int unit = 0;
     GradientState state = GradientState::kEmpty;
-    std::vector<at::Tensor> held;          // by trainable index; undefined = not come, or packed
+    std::vector<at::Tensor> held;  // by trainable index; undefined = not come, or packed
     std::vector<bool> packed;
-    std::vector<int> restarts;             // parameters
+    std::vector<int> restarts;  // parameters
     int slot = kNoSlot;
     std::uint64_t generation = 0;
     bool accumulates = false;
   };
   struct UnitRounds {
     std::unique_ptr<Round> open;
-    std::uint64_t generation = 0;          // of the last published round
-    std::uint64_t first_generation = 0;    // the last one before what now accumulates
-    int pending = 0;                       // ended rounds that wait for a slot
+    std::uint64_t generation = 0;        // of the last published round
+    std::uint64_t first_generation = 0;  // the last one before what now accumulates
+    int pending = 0;                     // ended rounds that wait for a slot
   };
   struct Agreement;
 
@@ -67,17 +70,19 @@ class GradientReducer {
   void enqueue_reduction(std::shared_ptr<Round> round);
   void reduce(Round& round);
   void restart(const Round& round);
-  // Each unit's last generation over all ranks; sets used_ and the largest number of rounds that a rank has no slot for.
-  std::vector<std::uint64_t> agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here,
-                                   std::uint64_t& overflow_slots);
-  void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation, std::string_view operation);
+  // Each unit's last generation over all ranks; sets used_ and the largest number of rounds that a rank has no slot
+  // for.
+  std::vector<std::uint64_t> agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
+                                   const std::vector<bool>& used_here, std::uint64_t& overflow_slots);
+  void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
+                    std::string_view operation);
   void wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
 
   EngineCore& core_;
   Pager& pager_;
   std::vector<UnitRounds> units_;
   std::deque<std::unique_ptr<Round>> pending_;
-  std::unique_ptr<Segment> overflow_;      // during a settlement, for rounds without a slot
+  std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
   std::size_t held_bytes_ = 0;

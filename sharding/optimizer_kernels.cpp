@@ -14,11 +14,15 @@ template <class State>
 struct AdamWScalars {
   State decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction2, eps, gradient_scale;
   explicit AdamWScalars(const AdamWUpdate& u)
-      : decay(static_cast<State>(1 - u.lr * u.weight_decay)), beta1(static_cast<State>(u.beta1)), one_minus_beta1(static_cast<State>(1 - u.beta1)),
-        beta2(static_cast<State>(u.beta2)), one_minus_beta2(static_cast<State>(1 - u.beta2)),
+      : decay(static_cast<State>(1 - u.lr * u.weight_decay)),
+        beta1(static_cast<State>(u.beta1)),
+        one_minus_beta1(static_cast<State>(1 - u.beta1)),
+        beta2(static_cast<State>(u.beta2)),
+        one_minus_beta2(static_cast<State>(1 - u.beta2)),
         step_size(static_cast<State>(u.lr / (1 - std::pow(u.beta1, static_cast<double>(u.step))))),
         inverse_sqrt_correction2(static_cast<State>(1 / std::sqrt(1 - std::pow(u.beta2, static_cast<double>(u.step))))),
-        eps(static_cast<State>(u.eps)), gradient_scale(static_cast<State>(u.gradient_scale)) {}
+        eps(static_cast<State>(u.eps)),
+        gradient_scale(static_cast<State>(u.gradient_scale)) {}
 };
 
 template <class Parameter, class State>
@@ -34,13 +38,20 @@ template <class Parameter, class State>
     first[i] = m;
     second[i] = v;
     const State denominator = std::sqrt(v) * s.inverse_sqrt_correction2 + s.eps;
-    parameter[i] = narrow<Parameter>(static_cast<State>(widen(parameter[i])) * s.decay - s.step_size * (m / denominator));
+    parameter[i] = narrow<Parameter>(static_cast<State>(widen(parameter[i])) * s.decay -
+                                     s.step_size * (m / denominator));
   }
 }
 
-FSDP_VECTOR_DISPATCH void adamw_f32(const OptimizerSpan& span, const AdamWScalars<float>& s) { adamw_loop<float, float>(span, s); }
-FSDP_VECTOR_DISPATCH void adamw_f64(const OptimizerSpan& span, const AdamWScalars<double>& s) { adamw_loop<double, double>(span, s); }
-FSDP_VECTOR_DISPATCH void adamw_bf16(const OptimizerSpan& span, const AdamWScalars<float>& s) { adamw_loop<BFloat16, float>(span, s); }
+FSDP_VECTOR_DISPATCH void adamw_f32(const OptimizerSpan& span, const AdamWScalars<float>& s) {
+  adamw_loop<float, float>(span, s);
+}
+FSDP_VECTOR_DISPATCH void adamw_f64(const OptimizerSpan& span, const AdamWScalars<double>& s) {
+  adamw_loop<double, double>(span, s);
+}
+FSDP_VECTOR_DISPATCH void adamw_bf16(const OptimizerSpan& span, const AdamWScalars<float>& s) {
+  adamw_loop<BFloat16, float>(span, s);
+}
 void adamw_f16(const OptimizerSpan& span, const AdamWScalars<float>& s) { adamw_loop<Half, float>(span, s); }
 
 template <class State>
@@ -48,8 +59,13 @@ struct SgdScalars {
   State lr, momentum, weight_decay, gradient_scale;
   bool has_momentum, nesterov, first_step;
   explicit SgdScalars(const SgdUpdate& u)
-      : lr(static_cast<State>(u.lr)), momentum(static_cast<State>(u.momentum)), weight_decay(static_cast<State>(u.weight_decay)),
-        gradient_scale(static_cast<State>(u.gradient_scale)), has_momentum(u.momentum != 0), nesterov(u.nesterov), first_step(u.step == 1) {}
+      : lr(static_cast<State>(u.lr)),
+        momentum(static_cast<State>(u.momentum)),
+        weight_decay(static_cast<State>(u.weight_decay)),
+        gradient_scale(static_cast<State>(u.gradient_scale)),
+        has_momentum(u.momentum != 0),
+        nesterov(u.nesterov),
+        first_step(u.step == 1) {}
 };
 
 template <class Parameter, class State>
@@ -69,9 +85,15 @@ template <class Parameter, class State>
   }
 }
 
-FSDP_VECTOR_DISPATCH void sgd_f32(const OptimizerSpan& span, const SgdScalars<float>& s) { sgd_loop<float, float>(span, s); }
-FSDP_VECTOR_DISPATCH void sgd_f64(const OptimizerSpan& span, const SgdScalars<double>& s) { sgd_loop<double, double>(span, s); }
-FSDP_VECTOR_DISPATCH void sgd_bf16(const OptimizerSpan& span, const SgdScalars<float>& s) { sgd_loop<BFloat16, float>(span, s); }
+FSDP_VECTOR_DISPATCH void sgd_f32(const OptimizerSpan& span, const SgdScalars<float>& s) {
+  sgd_loop<float, float>(span, s);
+}
+FSDP_VECTOR_DISPATCH void sgd_f64(const OptimizerSpan& span, const SgdScalars<double>& s) {
+  sgd_loop<double, double>(span, s);
+}
+FSDP_VECTOR_DISPATCH void sgd_bf16(const OptimizerSpan& span, const SgdScalars<float>& s) {
+  sgd_loop<BFloat16, float>(span, s);
+}
 void sgd_f16(const OptimizerSpan& span, const SgdScalars<float>& s) { sgd_loop<Half, float>(span, s); }
 
 // Eight running sums, so that the order is fixed and the loop still fills a vector.
@@ -87,12 +109,17 @@ template <class Element>
       sums[static_cast<std::size_t>(lane)] += value * value;
     }
   }
-  for (; i < numel; ++i) sums[static_cast<std::size_t>(i % kLanes)] += static_cast<double>(data[i]) * static_cast<double>(data[i]);
+  for (; i < numel; ++i)
+    sums[static_cast<std::size_t>(i % kLanes)] += static_cast<double>(data[i]) * static_cast<double>(data[i]);
   return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
-FSDP_VECTOR_DISPATCH double sum_of_squares_f32(const std::byte* data, std::int64_t numel) { return sum_of_squares_loop<float>(data, numel); }
-FSDP_VECTOR_DISPATCH double sum_of_squares_f64(const std::byte* data, std::int64_t numel) { return sum_of_squares_loop<double>(data, numel); }
+FSDP_VECTOR_DISPATCH double sum_of_squares_f32(const std::byte* data, std::int64_t numel) {
+  return sum_of_squares_loop<float>(data, numel);
+}
+FSDP_VECTOR_DISPATCH double sum_of_squares_f64(const std::byte* data, std::int64_t numel) {
+  return sum_of_squares_loop<double>(data, numel);
+}
 
 }  // namespace
 

@@ -1,5 +1,6 @@
-// The arithmetic of the optimizers on one run of elements of a shard. No torch, no ranks. Parameters and their gradients and state: fp32, bf16 and
-// fp16 parameters have fp32 gradients and state; fp64 has fp64. The same bits on every CPU and for any cut into runs.
+// The arithmetic of the optimizers on one run of elements of a shard. No torch, no ranks. Parameters and their
+// gradients and state: fp32, bf16 and fp16 parameters have fp32 gradients and state; fp64 has fp64. The same bits on
+// every CPU and for any cut into runs.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +21,8 @@ struct OptimizerSpan {
   DType dtype = DType::kFloat32;
   std::byte* parameter = nullptr;
   const std::byte* gradient = nullptr;
-  std::byte* first = nullptr;    // AdamW: exp_avg; SGD: momentum_buffer
-  std::byte* second = nullptr;   // AdamW: exp_avg_sq
+  std::byte* first = nullptr;   // AdamW: exp_avg; SGD: momentum_buffer
+  std::byte* second = nullptr;  // AdamW: exp_avg_sq
   std::int64_t numel = 0;
 };
 
@@ -30,11 +31,12 @@ struct OptimizerSpan {
 //   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 struct AdamWUpdate {
   double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0, gradient_scale = 1;
-  std::int64_t step = 1;         // t: updates of this parameter, this one included
+  std::int64_t step = 1;  // t: updates of this parameter, this one included
 };
 void adamw_update(const OptimizerSpan& span, const AdamWUpdate& update);
 
-// One SGD update: g = gradient * gradient_scale + wd p; with momentum u: b = step 1 ? g : u b + g, g = nesterov ? g + u b : b; p -= lr g
+// One SGD update: g = gradient * gradient_scale + wd p; with momentum u: b = step 1 ? g : u b + g, g = nesterov ? g +
+// u b : b; p -= lr g
 struct SgdUpdate {
   double lr = 0, momentum = 0, weight_decay = 0, gradient_scale = 1;
   bool nesterov = false;

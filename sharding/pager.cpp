@@ -11,7 +11,9 @@
 namespace fsdp {
 namespace {
 
-bool contains(std::span<const int> values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
+bool contains(std::span<const int> values, int value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
 
 }  // namespace
 
@@ -20,7 +22,8 @@ Pager::Pager(EngineCore& core)
 
 void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> units) {
   core_.check();
-  const bool training = core_.timeline.started() || in_backward() || (at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled());
+  const bool training = core_.timeline.started() || in_backward() ||
+                        (at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled());
   if (training) {
     const bool first_of_step = !core_.timeline.started();
     const Timeline::Touched touched = core_.timeline.touch(units);
@@ -39,7 +42,8 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
   try {
     core_.wait(lock, [&] {
       say_what_is_awaited(units);
-      return std::all_of(units.begin(), units.end(), [&](int unit) { return at(unit).state == ParameterState::kResident; });
+      return std::all_of(units.begin(), units.end(),
+                         [&](int unit) { return at(unit).state == ParameterState::kResident; });
     });
   } catch (...) {
     for (const int unit : units) --at(unit).pins;
@@ -50,7 +54,9 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
 void Pager::say_what_is_awaited(std::span<const int> units) {
   for (const int unit : units) {
     const Residency& residency = at(unit);
-    if (residency.state != ParameterState::kGathering || residency.slot == kNoSlot || core_.slots.is_drained(residency.slot)) continue;
+    if (residency.state != ParameterState::kGathering || residency.slot == kNoSlot ||
+        core_.slots.is_drained(residency.slot))
+      continue;
     const Slots::Drain drain = core_.slots.drain_of(residency.slot);
     core_.mailbox.set_waiting(drain.unit, drain.generation);
     return;
@@ -79,9 +85,11 @@ void Pager::begin_training_run(const StepPlan::Run* run, std::span<const int> un
 }
 
 void Pager::touch_evaluation(std::span<const int> units) {
-  const bool same_run = std::all_of(units.begin(), units.end(), [&](int unit) { return contains(evaluation_run_, unit); });
+  const bool same_run = std::all_of(units.begin(), units.end(),
+                                    [&](int unit) { return contains(evaluation_run_, unit); });
   if (same_run) return;
-  if (!evaluation_run_.empty()) evaluation_successor_[static_cast<std::size_t>(evaluation_run_.front())].assign(units.begin(), units.end());
+  if (!evaluation_run_.empty())
+    evaluation_successor_[static_cast<std::size_t>(evaluation_run_.front())].assign(units.begin(), units.end());
   evaluation_run_.assign(units.begin(), units.end());
   std::vector<int> keep = evaluation_run_;
   if (core_.prefetch > 0) {
@@ -90,7 +98,8 @@ void Pager::touch_evaluation(std::span<const int> units) {
   free_all_but(keep);
   for (const int unit : keep) {
     const bool asked_for = contains(units, unit);
-    if (at(unit).state == ParameterState::kSharded && (asked_for || core_.slots.find_free() != kNoSlot)) start_gather(unit, kNoSlot);
+    if (at(unit).state == ParameterState::kSharded && (asked_for || core_.slots.find_free() != kNoSlot))
+      start_gather(unit, kNoSlot);
   }
 }
 
@@ -113,12 +122,15 @@ void Pager::free_if_idle(int unit) {
 void Pager::free_all(std::unique_lock<std::mutex>& lock) {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     if (at(unit).pins > 0) {
-      throw InvalidArgument(fmt::format("an operator still uses unit {}; call step, save and resume outside of forward and backward", core_.unit_name(unit)));
+      throw InvalidArgument(
+          fmt::format("an operator still uses unit {}; call step, save and resume outside of forward and backward",
+                      core_.unit_name(unit)));
     }
     free_if_idle(unit);
   }
   core_.wait(lock, [&] {
-    return std::all_of(units_.begin(), units_.end(), [](const Residency& r) { return r.state == ParameterState::kSharded; });
+    return std::all_of(units_.begin(), units_.end(),
+                       [](const Residency& r) { return r.state == ParameterState::kSharded; });
   });
   evaluation_run_.clear();
 }
@@ -151,8 +163,11 @@ void Pager::run_gather(int unit) {
   const UnitLayout& layout = core_.model.units[static_cast<std::size_t>(unit)];
   for (const int index : layout.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-    core_.communicator().gather({.source = core_.parameters.get(), .offset = group.shard_offset, .shard_bytes = group.shard_bytes(),
-                                 .output = data + group.slot_offset, .label = layout.name});
+    core_.communicator().gather({.source = core_.parameters.get(),
+                                 .offset = group.shard_offset,
+                                 .shard_bytes = group.shard_bytes(),
+                                 .output = data + group.slot_offset,
+                                 .label = layout.name});
   }
   const std::lock_guard lock(core_.mutex);
   for (const int index : layout.groups) {
@@ -188,7 +203,8 @@ std::byte* Pager::take_overflow(int unit) {
   peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_bytes_);
   ++overflows_;
   const auto address = reinterpret_cast<std::uintptr_t>(residency.overflow.get());
-  return residency.overflow.get() + (kParameterAlignmentBytes - address % kParameterAlignmentBytes) % kParameterAlignmentBytes;
+  return residency.overflow.get() +
+         (kParameterAlignmentBytes - address % kParameterAlignmentBytes) % kParameterAlignmentBytes;
 }
 
 const std::byte* Pager::flat(const FlatGroup& group, int unit) const {

@@ -1,9 +1,10 @@
 // Keeps the right units resident: gathers them when or before they are touched, frees them after.
 //
 // NOTE [Residency]
-// On a plan, a run's first touch frees what the plan does not keep and issues the plan's gathers into its slots. Off a plan only the touched units are
-// gathered, and the others freed. A touch outside a training step (no-grad, inference mode) follows the order in which units
-// succeeded each other last time; such passes have no end that could be seen, so their last units stay in the arena until the next touch or step.
+// On a plan, a run's first touch frees what the plan does not keep and issues the plan's gathers into its slots. Off a
+// plan only the touched units are gathered, and the others freed. A touch outside a training step (no-grad, inference
+// mode) follows the order in which units succeeded each other last time; such passes have no end that could be seen,
+// so their last units stay in the arena until the next touch or step.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ class Pager {
  public:
   explicit Pager(EngineCore& core);
 
-  // Makes the units of an operator resident and pins them. REQUIRES `lock` on core.mutex; it is let go while a gather is awaited.
+  // Makes the units of an operator resident and pins them. REQUIRES `lock` on core.mutex; it is let go while a gather
+  // is awaited.
   void acquire(std::unique_lock<std::mutex>& lock, std::span<const int> units);
   // Unpins; with `discard` the units are freed, since their slots no longer hold what the shards do.
   void release(std::span<const int> units, bool discard);
@@ -45,7 +47,7 @@ class Pager {
     int slot = kNoSlot;
     std::unique_ptr<std::byte[]> overflow;
     std::byte* data = nullptr;
-    bool drop = false;                     // free it as soon as the gather is over and nothing pins it
+    bool drop = false;  // free it as soon as the gather is over and nothing pins it
   };
 
   Residency& at(int unit) { return units_[static_cast<std::size_t>(unit)]; }
@@ -61,7 +63,7 @@ class Pager {
   EngineCore& core_;
   std::vector<Residency> units_;
   std::vector<int> evaluation_run_;
-  std::vector<std::vector<int>> evaluation_successor_;   // by first unit of a run
+  std::vector<std::vector<int>> evaluation_successor_;  // by first unit of a run
   std::size_t overflow_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t overflows_ = 0;
 };

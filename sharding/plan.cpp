@@ -15,7 +15,8 @@ std::string folded(const std::vector<std::string>& runs) {
   std::string text;
   for (std::size_t begin = 0, end = 0; begin < runs.size(); begin = end) {
     while (end < runs.size() && runs[end] == runs[begin]) ++end;
-    text += fmt::format("{}{}{}", text.empty() ? "" : " ", runs[begin], end - begin > 1 ? fmt::format(" x{}", end - begin) : "");
+    text += fmt::format("{}{}{}", text.empty() ? "" : " ", runs[begin],
+                        end - begin > 1 ? fmt::format(" x{}", end - begin) : "");
   }
   return text;
 }
@@ -23,13 +24,18 @@ std::string folded(const std::vector<std::string>& runs) {
 }  // namespace
 
 std::string Plan::to_string() const {
-  std::string text = fmt::format("full shard over {} rank(s), backend {}, prefetch {}, {} slots of {:.2f} MiB, {} intra-op thread(s), key {}\n", world_size,
-                                 backend, prefetch, slots, mebibytes(slot_bytes), intra_op_threads, dispatch_key);
-  text += fmt::format("  {:<32}{:>14}{:>14}{:>14}\n", fmt::format("unit (by {})", units_by), "parameters", "trainable", "gathered MiB");
+  std::string text = fmt::format(
+      "full shard over {} rank(s), backend {}, prefetch {}, {} slots of {:.2f} MiB, {} intra-op thread(s), key {}\n",
+      world_size, backend, prefetch, slots, mebibytes(slot_bytes), intra_op_threads, dispatch_key);
+  text += fmt::format("  {:<32}{:>14}{:>14}{:>14}\n", fmt::format("unit (by {})", units_by), "parameters", "trainable",
+                      "gathered MiB");
   for (const UnitPlan& unit : units) {
-    text += fmt::format("  {:<32}{:>14}{:>14}{:>14.2f}\n", unit.name, unit.numel, unit.trainable_numel, mebibytes(unit.parameter_bytes));
+    text += fmt::format("  {:<32}{:>14}{:>14}{:>14.2f}\n", unit.name, unit.numel, unit.trainable_numel,
+                        mebibytes(unit.parameter_bytes));
   }
-  const auto row = [&text](std::string_view what, std::size_t bytes) { text += fmt::format("  {:<32}{:>14.2f}\n", what, mebibytes(bytes)); };
+  const auto row = [&text](std::string_view what, std::size_t bytes) {
+    text += fmt::format("  {:<32}{:>14.2f}\n", what, mebibytes(bytes));
+  };
   text += fmt::format("  {:<32}{:>14}\n", "per rank", "MiB");
   row("parameter shards", predicted.parameter_shard_bytes);
   row("gradient shards", predicted.gradient_shard_bytes);
@@ -43,14 +49,22 @@ std::string Plan::to_string() const {
 }
 
 std::string Plan::to_json() const {
-  nlohmann::ordered_json json = {{"world_size", world_size}, {"backend", backend}, {"prefetch", prefetch}, {"slots", slots}, {"slot_bytes", slot_bytes},
-                                 {"intra_op_threads", intra_op_threads}, {"dispatch_key", dispatch_key}, {"units_by", units_by}};
+  nlohmann::ordered_json json = {{"world_size", world_size},     {"backend", backend},
+                                 {"prefetch", prefetch},         {"slots", slots},
+                                 {"slot_bytes", slot_bytes},     {"intra_op_threads", intra_op_threads},
+                                 {"dispatch_key", dispatch_key}, {"units_by", units_by}};
   for (const UnitPlan& unit : units) {
-    json["units"].push_back({{"name", unit.name}, {"numel", unit.numel}, {"trainable_numel", unit.trainable_numel}, {"parameter_bytes", unit.parameter_bytes}});
+    json["units"].push_back({{"name", unit.name},
+                             {"numel", unit.numel},
+                             {"trainable_numel", unit.trainable_numel},
+                             {"parameter_bytes", unit.parameter_bytes}});
   }
-  json["predicted"] = {{"parameter_shard_bytes", predicted.parameter_shard_bytes}, {"gradient_shard_bytes", predicted.gradient_shard_bytes},
-                       {"optimizer_bytes", predicted.optimizer_bytes}, {"arena_bytes", predicted.arena_bytes},
-                       {"communication_bytes", predicted.communication_bytes}, {"total_bytes", predicted.total_bytes()}};
+  json["predicted"] = {{"parameter_shard_bytes", predicted.parameter_shard_bytes},
+                       {"gradient_shard_bytes", predicted.gradient_shard_bytes},
+                       {"optimizer_bytes", predicted.optimizer_bytes},
+                       {"arena_bytes", predicted.arena_bytes},
+                       {"communication_bytes", predicted.communication_bytes},
+                       {"total_bytes", predicted.total_bytes()}};
   json["unsharded_bytes"] = unsharded_bytes;
   json["timeline"] = timeline;
   return json.dump(2);

@@ -18,18 +18,22 @@ constexpr std::uint64_t kRunning = 0;
 constexpr int kGenerationBits = 40;
 }  // namespace
 
-// Layout of each rank's part: waiting word, then `units` consumed words, then units * depth entries. Zero bytes are the start state.
+// Layout of each rank's part: waiting word, then `units` consumed words, then units * depth entries. Zero bytes are
+// the start state.
 struct ReduceMailbox::Board {
   std::atomic<std::uint64_t>* words;
   Entry* entries;
   Board(std::span<std::byte> bytes, int units)
-      : words(reinterpret_cast<std::atomic<std::uint64_t>*>(bytes.data())), entries(reinterpret_cast<Entry*>(words + 1 + units)) {}
+      : words(reinterpret_cast<std::atomic<std::uint64_t>*>(bytes.data())),
+        entries(reinterpret_cast<Entry*>(words + 1 + units)) {}
   std::atomic<std::uint64_t>& waiting() const { return words[0]; }
   std::atomic<std::uint64_t>& consumed(int unit) const { return words[1 + unit]; }
 };
 
 ReduceMailbox::ReduceMailbox(Communicator& communicator, int units, int depth)
-    : communicator_(communicator), units_(units), depth_(depth),
+    : communicator_(communicator),
+      units_(units),
+      depth_(depth),
       segment_(communicator.allocate(sizeof(std::uint64_t) * static_cast<std::size_t>(1 + units) +
                                      sizeof(Entry) * static_cast<std::size_t>(units * depth))) {}
 
@@ -47,7 +51,9 @@ bool ReduceMailbox::is_published(int unit, std::uint64_t generation) const {
   return true;
 }
 
-std::uint64_t ReduceMailbox::location(int rank, int unit, std::uint64_t generation) const { return entry(rank, unit, generation).location; }
+std::uint64_t ReduceMailbox::location(int rank, int unit, std::uint64_t generation) const {
+  return entry(rank, unit, generation).location;
+}
 
 void ReduceMailbox::consume(int unit, std::uint64_t generation) {
   Board(segment_->local(), units_).consumed(unit).store(generation, std::memory_order_release);
@@ -88,7 +94,8 @@ bool ReduceMailbox::waits_for(int rank, int other, std::uint64_t word) const {
 bool ReduceMailbox::is_deadlocked() const {
   const int ranks = communicator_.world_size();
   std::vector<std::uint64_t> words;
-  for (int rank = 0; rank < ranks; ++rank) words.push_back(Board(segment_->peer(rank), units_).waiting().load(std::memory_order_acquire));
+  for (int rank = 0; rank < ranks; ++rank)
+    words.push_back(Board(segment_->peer(rank), units_).waiting().load(std::memory_order_acquire));
   // Ranks that go on: those that wait for none, then those that wait only for such.
   std::vector<bool> goes_on(static_cast<std::size_t>(ranks));
   for (bool changed = true; changed;) {
@@ -97,7 +104,8 @@ bool ReduceMailbox::is_deadlocked() const {
       if (goes_on[static_cast<std::size_t>(rank)]) continue;
       bool blocked = false;
       for (int other = 0; other < ranks; ++other) {
-        blocked |= !goes_on[static_cast<std::size_t>(other)] && waits_for(rank, other, words[static_cast<std::size_t>(rank)]);
+        blocked |= !goes_on[static_cast<std::size_t>(other)] &&
+                   waits_for(rank, other, words[static_cast<std::size_t>(rank)]);
       }
       if (!blocked) goes_on[static_cast<std::size_t>(rank)] = changed = true;
     }
@@ -106,11 +114,13 @@ bool ReduceMailbox::is_deadlocked() const {
 }
 
 const ReduceMailbox::Entry& ReduceMailbox::entry(int rank, int unit, std::uint64_t generation) const {
-  return Board(segment_->peer(rank), units_).entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
+  return Board(segment_->peer(rank), units_)
+      .entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
 }
 
 ReduceMailbox::Entry& ReduceMailbox::own_entry(int unit, std::uint64_t generation) {
-  return Board(segment_->local(), units_).entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
+  return Board(segment_->local(), units_)
+      .entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
 }
 
 }  // namespace fsdp

@@ -1,15 +1,18 @@
-// Where ranks tell each other which gradient buffers are full and which have been read. Lives in memory that all ranks can read.
+// Where ranks tell each other which gradient buffers are full and which have been read. Lives in memory that all ranks
+// can read.
 //
 // NOTE [Reduce mailbox]
-// A unit's gradients are reduced in generations 1, 2, 3, ..., the same on every rank. Rank r publishes (unit, generation, location of its
-// buffer); when all ranks have, each sums its own share from all the buffers and then counts the generation as consumed. A buffer may be
-// overwritten once every rank has consumed it (drained). Nothing here blocks: waiting is Communicator::wait_until.
+// A unit's gradients are reduced in generations 1, 2, 3, ..., the same on every rank. Rank r publishes (unit,
+// generation, location of its buffer); when all ranks have, each sums its own share from all the buffers and then
+// counts the generation as consumed. A buffer may be overwritten once every rank has consumed it (drained). Nothing
+// here blocks: waiting is Communicator::wait_until.
 //
 // NOTE [Waiting for a slot]
-// A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the ranks that have not published
-// it go on; ranks that run units in different orders may wait for each other, or in a collective. Each rank sees all the others' words, finds
-// the circle, and takes an overflow buffer instead. So memory stays bounded where ranks do alike, and nothing hangs where they do not.
-// A rank that is blocked outside of the library is not seen; for that the wait has an end of its own (EngineCore::wait_is_over).
+// A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the
+// ranks that have not published it go on; ranks that run units in different orders may wait for each other, or in a
+// collective. Each rank sees all the others' words, finds the circle, and takes an overflow buffer instead. So memory
+// stays bounded where ranks do alike, and nothing hangs where they do not. A rank that is blocked outside of the
+// library is not seen; for that the wait has an end of its own (EngineCore::wait_is_over).
 #pragma once
 
 #include <cstdint>
@@ -21,16 +24,16 @@ namespace fsdp {
 
 class ReduceMailbox {
  public:
-  static constexpr std::uint64_t kAbsent = ~std::uint64_t{0};   // location of a rank that contributes zeros
+  static constexpr std::uint64_t kAbsent = ~std::uint64_t{0};  // location of a rank that contributes zeros
 
   // Collective. At most `depth` generations of a unit may be undrained at once.
   ReduceMailbox(Communicator& communicator, int units, int depth);
 
   void publish(int unit, std::uint64_t generation, std::uint64_t location);
-  bool is_published(int unit, std::uint64_t generation) const;   // by every rank
+  bool is_published(int unit, std::uint64_t generation) const;  // by every rank
   std::uint64_t location(int rank, int unit, std::uint64_t generation) const;
   void consume(int unit, std::uint64_t generation);
-  bool is_drained(int unit, std::uint64_t generation) const;     // by every rank
+  bool is_drained(int unit, std::uint64_t generation) const;  // by every rank
 
   // What this rank's program waits for: a generation to be drained, or nothing.
   void set_waiting(int unit, std::uint64_t generation);

@@ -9,13 +9,16 @@
 namespace fsdp {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace
 
 ShardLayout::ShardLayout(const std::vector<std::int64_t>& parameter_numels, std::size_t element_bytes, int world_size)
     : world_size_(world_size) {
-  if (world_size < 1) throw InvalidArgument(fmt::format("shard layout: expected a world size of at least 1, got {}", world_size));
+  if (world_size < 1)
+    throw InvalidArgument(fmt::format("shard layout: expected a world size of at least 1, got {}", world_size));
   if (element_bytes == 0 || kParameterAlignmentBytes % element_bytes != 0) {
     throw InvalidArgument(fmt::format("shard layout: expected an element size that divides {} bytes, got {}",
                                       kParameterAlignmentBytes, element_bytes));

@@ -1,8 +1,8 @@
 // Where the parameters of one group lie in its flat buffer, and which part of it each rank owns. Integers only.
 //
 // NOTE [Flat layout]
-// Each parameter starts at a multiple of 64 bytes; the buffer is cut into world_size equal shards, each a multiple of 64 bytes.
-// Offsets in elements. fp32 (16 elements in 64 bytes), parameters of 20, 0, 3 and 16 elements, 2 ranks:
+// Each parameter starts at a multiple of 64 bytes; the buffer is cut into world_size equal shards, each a multiple of
+// 64 bytes. Offsets in elements. fp32 (16 elements in 64 bytes), parameters of 20, 0, 3 and 16 elements, 2 ranks:
 //
 //   flat    0        20   32   35  48       64
 //           | p0     | .. | p2 |.. | p3     |          numel 64, p1 has no elements and sits at 32
@@ -23,7 +23,8 @@ struct ElementRange {
   bool operator==(const ElementRange&) const = default;
 };
 
-// The part of a parameter that one rank owns: elements [begin, end) of the parameter, at shard_offset of the rank's shard.
+// The part of a parameter that one rank owns: elements [begin, end) of the parameter, at shard_offset of the rank's
+// shard.
 struct ShardPiece {
   std::int64_t begin = 0, end = 0, shard_offset = 0;
   std::int64_t numel() const { return end - begin; }

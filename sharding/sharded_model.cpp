@@ -19,12 +19,16 @@ void check_shardable(const NamedParameter& parameter, const std::unordered_map<c
   const auto refuse = [&](const std::string& found, const std::string& remedy) {
     throw InvalidArgument(fmt::format("fsdp::shard: parameter {} {}; {}", parameter.name, found, remedy));
   };
-  if (tensor.layout() != at::kStrided) refuse("is not a strided tensor", "sparse parameters are not supported: use a dense one");
-  if (!tensor.device().is_cpu()) refuse(fmt::format("is on {}", tensor.device().str()), "expected the CPU: this build has no other device");
+  if (tensor.layout() != at::kStrided)
+    refuse("is not a strided tensor", "sparse parameters are not supported: use a dense one");
+  if (!tensor.device().is_cpu())
+    refuse(fmt::format("is on {}", tensor.device().str()), "expected the CPU: this build has no other device");
   if (carries_touch_key(tensor)) refuse("is sharded already", "one engine holds a module's parameters");
-  if (!tensor.is_non_overlapping_and_dense()) refuse("overlaps itself or has holes", "give the module a contiguous() copy");
+  if (!tensor.is_non_overlapping_and_dense())
+    refuse("overlaps itself or has holes", "give the module a contiguous() copy");
   if (const std::string& owner = storages.at(tensor.storage().unsafeGetStorageImpl()); owner != parameter.name) {
-    refuse(fmt::format("shares its storage with parameter {}", owner), "tie parameters by registering the same tensor twice, not by a view of it");
+    refuse(fmt::format("shares its storage with parameter {}", owner),
+           "tie parameters by registering the same tensor twice, not by a view of it");
   }
   if (tensor.storage().use_count() != 1) {
     refuse("shares its storage with a tensor outside the module (a view or detached copy that is still held)",
@@ -32,9 +36,11 @@ void check_shardable(const NamedParameter& parameter, const std::unordered_map<c
   }
   if (tensor.requires_grad() && !tensor.is_leaf()) refuse("is not a leaf of the graph", "register a detached tensor");
   if (tensor.grad().defined()) refuse("has a gradient already", "call zero_grad() before fsdp::shard");
-  if (tensor.is_complex() || tensor.is_quantized()) refuse(fmt::format("is {}", c10::toString(tensor.scalar_type())), "keep such a tensor as a buffer");
+  if (tensor.is_complex() || tensor.is_quantized())
+    refuse(fmt::format("is {}", c10::toString(tensor.scalar_type())), "keep such a tensor as a buffer");
   if (tensor.requires_grad() && installed_gradient_hook(tensor) != nullptr) {
-    refuse("has a post-accumulate-grad hook already", "a tensor has room for one and the engine needs it: remove it before fsdp::shard");
+    refuse("has a post-accumulate-grad hook already",
+           "a tensor has room for one and the engine needs it: remove it before fsdp::shard");
   }
 }
 
@@ -44,7 +50,8 @@ ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communi
   std::unordered_map<const void*, std::string> storages;
   for (const CutUnit& unit : cut) {
     for (const NamedParameter& parameter : unit.parameters) {
-      if (parameter.tensor.has_storage()) storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
+      if (parameter.tensor.has_storage())
+        storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
     }
   }
   for (const CutUnit& unit : cut) {
@@ -63,7 +70,9 @@ void ShardedModel::add_unit(CutUnit unit) {
     const DType dtype = to_dtype(named.tensor.scalar_type());
     const bool trainable = named.tensor.requires_grad();
     if (trainable && !is_trainable(dtype)) {
-      throw InvalidArgument(fmt::format("fsdp::shard: parameter {} requires grad but is {}; expected F32, F64, F16 or BF16", named.name, name_of(dtype)));
+      throw InvalidArgument(
+          fmt::format("fsdp::shard: parameter {} requires grad but is {}; expected F32, F64, F16 or BF16", named.name,
+                      name_of(dtype)));
     }
     const auto [group, is_new] = group_of.emplace(std::pair{dtype, trainable}, static_cast<int>(groups.size()));
     if (is_new) {
@@ -99,7 +108,8 @@ void ShardedModel::lay_out(int world_size, int rank) {
     for (const int index : unit.groups) {
       FlatGroup& group = groups[static_cast<std::size_t>(index)];
       std::vector<std::int64_t> numels;
-      for (const int parameter : group.parameters) numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
+      for (const int parameter : group.parameters)
+        numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
       group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), world_size);
       group.slot_offset = unit.slot_bytes;
       unit.slot_bytes += group.flat_bytes();
@@ -124,9 +134,10 @@ void ShardedModel::make_storages(StorageOwner* owner) {
       FlatGroup& g = groups[static_cast<std::size_t>(group)];
       g.storage = c10::make_intrusive<PagedStorage>(
           g.flat_bytes(), PagedStorage::Role::kParameters, owner, group,
-          fmt::format("parameters of unit {} are sharded and not resident: a raw pointer was asked for outside of an operator; "
-                      "read parameters through operators (clone(), copy_()), which gather them first",
-                      units[index].name));
+          fmt::format(
+              "parameters of unit {} are sharded and not resident: a raw pointer was asked for outside of an operator; "
+              "read parameters through operators (clone(), copy_()), which gather them first",
+              units[index].name));
     }
   }
   for (std::size_t index = 0; index < parameters.size(); ++index) {
@@ -144,7 +155,8 @@ void ShardedModel::pack(const FlatGroup& group, std::byte* flat) const {
   const at::NoGradGuard no_grad;
   const std::size_t element_bytes = size_of(group.dtype);
   for (const ElementRange& gap : group.layout->gaps()) {
-    std::memset(flat + static_cast<std::size_t>(gap.offset) * element_bytes, 0, static_cast<std::size_t>(gap.numel) * element_bytes);
+    std::memset(flat + static_cast<std::size_t>(gap.offset) * element_bytes, 0,
+                static_cast<std::size_t>(gap.numel) * element_bytes);
   }
   for (const int index : group.parameters) {
     const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
@@ -163,12 +175,14 @@ void ShardedModel::take_over(const std::shared_ptr<GradientHook>& hook) {
       p.placeholder = make_touch_view(p.gradient_storage, p.tensor.detach(), 0);
       p.hook = install_gradient_hook(p.tensor, hook);
     }
-    p.tensor.set_data(make_touch_view(group.storage, p.tensor.detach(), group.layout->parameters()[p.index_in_group].offset));
+    p.tensor.set_data(
+        make_touch_view(group.storage, p.tensor.detach(), group.layout->parameters()[p.index_in_group].offset));
   }
 }
 
 void ShardedModel::release() {
-  constexpr const char* kGone = "the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used";
+  constexpr const char* kGone =
+      "the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used";
   for (FlatGroup& group : groups) group.storage->orphan(kGone);
   for (ShardedParameter& p : parameters) {
     if (p.gradient_storage) p.gradient_storage->orphan(kGone);
@@ -183,27 +197,32 @@ void ShardedModel::check_identity() const {
 void ShardedModel::check_identity(const ShardedParameter& p) const {
   const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
   const auto refuse = [&](const char* found, const char* remedy) {
-    throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name, units[static_cast<std::size_t>(p.unit)].name, found, remedy));
+    throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name,
+                                      units[static_cast<std::size_t>(p.unit)].name, found, remedy));
   };
   if (p.tensor.storage().unsafeGetStorageImpl() != group.storage.get() || !carries_touch_key(p.tensor) ||
       p.tensor.storage_offset() != group.layout->parameters()[p.index_in_group].offset) {
     refuse("was given other storage (torch::load, Module::to or set_data)",
            "load and convert the module before fsdp::shard, or use fsdp::Engine::resume and load_consolidated");
   }
-  // The storage cannot tell: an out= operator resizes the parameter it writes, and the next gradient would have that shape.
+  // The storage cannot tell: an out= operator resizes the parameter it writes, and the next gradient would have that
+  // shape.
   if (p.tensor.sizes() != at::IntArrayRef(p.sizes) || p.tensor.strides() != at::IntArrayRef(p.strides)) {
-    refuse("was given another shape (an out= operator resizes what it writes)", "give out= operators results of the parameter's own shape");
+    refuse("was given another shape (an out= operator resizes what it writes)",
+           "give out= operators results of the parameter's own shape");
   }
   if (p.trainable_index >= 0 && installed_gradient_hook(p.tensor) != p.hook) {
     refuse("had its gradient hook replaced", "a tensor has one post-accumulate-grad slot and the engine needs it");
   }
   if (p.trainable_index < 0 && p.tensor.requires_grad()) {
-    refuse("was set to require grad", "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
+    refuse("was set to require grad",
+           "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
   }
 }
 
 std::string ShardedModel::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const {
-  if (storage.role() == PagedStorage::Role::kGradient) return parameters[static_cast<std::size_t>(storage.index())].name;
+  if (storage.role() == PagedStorage::Role::kGradient)
+    return parameters[static_cast<std::size_t>(storage.index())].name;
   const FlatGroup& group = groups[static_cast<std::size_t>(storage.index())];
   std::string name;
   for (const int index : group.parameters) {

@@ -1,4 +1,5 @@
-// The sharded parameters of one module: units, their groups, and each parameter. Who lies where; no paging, no reductions.
+// The sharded parameters of one module: units, their groups, and each parameter. Who lies where; no paging, no
+// reductions.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +23,13 @@ namespace fsdp {
 struct ShardedParameter {
   std::string name;
   std::vector<std::string> tied_names;
-  at::Tensor tensor;                                 // the module's own; its data is a view of the group's storage
-  std::vector<std::int64_t> sizes, strides;          // as they were at fsdp::shard
+  at::Tensor tensor;                         // the module's own; its data is a view of the group's storage
+  std::vector<std::int64_t> sizes, strides;  // as they were at fsdp::shard
   DType dtype = DType::kFloat32;
-  int unit = 0, group = 0;                           // group: index into ShardedModel::groups
+  int unit = 0, group = 0;  // group: index into ShardedModel::groups
   std::size_t index_in_group = 0;
-  int trainable_index = -1;                          // among the trainable parameters of its unit; -1 = frozen
-  ShardPiece piece;                                  // what this rank owns
+  int trainable_index = -1;  // among the trainable parameters of its unit; -1 = frozen
+  ShardPiece piece;          // what this rank owns
   const void* hook = nullptr;
   // What stands in .grad once the gradient has been taken, and its storage; see GradientReducer.
   at::Tensor placeholder;
@@ -43,12 +44,12 @@ struct ShardedParameter {
 struct FlatGroup {
   DType dtype = DType::kFloat32;
   bool trainable = false;
-  std::vector<int> parameters;                       // indices into ShardedModel::parameters
+  std::vector<int> parameters;  // indices into ShardedModel::parameters
   std::unique_ptr<ShardLayout> layout;
   c10::intrusive_ptr<PagedStorage> storage;
-  std::size_t slot_offset = 0;                       // bytes, of the group's flat buffer in its unit's slot
-  std::size_t shard_offset = 0;                      // bytes, of its shard in the rank's parameter segment
-  std::size_t state_offset = 0;                      // bytes, of its shard in the gradient buffer and each state buffer
+  std::size_t slot_offset = 0;   // bytes, of the group's flat buffer in its unit's slot
+  std::size_t shard_offset = 0;  // bytes, of its shard in the rank's parameter segment
+  std::size_t state_offset = 0;  // bytes, of its shard in the gradient buffer and each state buffer
 
   std::size_t shard_bytes() const { return static_cast<std::size_t>(layout->shard_numel()) * size_of(dtype); }
   std::size_t flat_bytes() const { return static_cast<std::size_t>(layout->numel()) * size_of(dtype); }
@@ -57,22 +58,22 @@ struct FlatGroup {
 struct UnitLayout {
   std::string name;
   std::vector<int> groups;
-  std::vector<int> trainable;                        // parameter indices
+  std::vector<int> trainable;  // parameter indices
   std::size_t slot_bytes = 0;
 };
 
 class ShardedModel {
  public:
-  // Lays the units out; touches no tensor yet. `owner` is told of every use of the storages made here and must outlive them or orphan() them.
-  // Throws InvalidArgument by name for a parameter that cannot be sharded.
+  // Lays the units out; touches no tensor yet. `owner` is told of every use of the storages made here and must outlive
+  // them or orphan() them. Throws InvalidArgument by name for a parameter that cannot be sharded.
   ShardedModel(std::vector<CutUnit> units, const Communicator& communicator, StorageOwner* owner);
 
   std::vector<UnitLayout> units;
   std::vector<FlatGroup> groups;
   std::vector<ShardedParameter> parameters;
-  std::size_t slot_bytes = 0;                        // of the largest unit
-  std::size_t parameter_shard_bytes = 0;             // per rank
-  std::size_t state_shard_bytes = 0;                 // of gradients, and of each optimizer state
+  std::size_t slot_bytes = 0;             // of the largest unit
+  std::size_t parameter_shard_bytes = 0;  // per rank
+  std::size_t state_shard_bytes = 0;      // of gradients, and of each optimizer state
 
   // Copies the values of a group's tensors into a flat buffer, gaps zeroed.
   void pack(const FlatGroup& group, std::byte* flat) const;
@@ -84,7 +85,9 @@ class ShardedModel {
   // Throws InvalidArgument by name if a parameter is no longer what take_over made it.
   void check_identity() const;
   void check_identity(const ShardedParameter& p) const;
-  const ShardedParameter& parameter_of(const at::Tensor& tensor) const { return parameters[index_of_.at(tensor.unsafeGetTensorImpl())]; }
+  const ShardedParameter& parameter_of(const at::Tensor& tensor) const {
+    return parameters[index_of_.at(tensor.unsafeGetTensorImpl())];
+  }
   // Of which parameter `tensor`, a view of `storage`, is a part.
   std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const;
 

@@ -35,13 +35,17 @@ void validate(const SGD& options) {
 
 std::vector<std::string> state_names_of(const OptimizerOptions& options) {
   if (std::holds_alternative<AdamW>(options)) return {"exp_avg", "exp_avg_sq"};
-  return std::get<SGD>(options).momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
+  return std::get<SGD>(options).momentum != 0 ? std::vector<std::string>{"momentum_buffer"}
+                                              : std::vector<std::string>{};
 }
 
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(EngineCore& core, OptimizerOptions options)
-    : core_(core), options_(std::move(options)), settings_(core.model.parameters.size()), steps_(core.model.parameters.size()) {
+    : core_(core),
+      options_(std::move(options)),
+      settings_(core.model.parameters.size()),
+      steps_(core.model.parameters.size()) {
   std::visit(
       [this](const auto& chosen) {
         validate(chosen);
@@ -49,15 +53,17 @@ ShardedOptimizer::ShardedOptimizer(EngineCore& core, OptimizerOptions options)
         resolve_settings(chosen.weight_decay, chosen.groups);
       },
       options_);
-  for (std::size_t i = 0; i < state_names_of(options_).size(); ++i) states_.push_back(zeroed_bytes(core.model.state_shard_bytes));
+  for (std::size_t i = 0; i < state_names_of(options_).size(); ++i)
+    states_.push_back(zeroed_bytes(core.model.state_shard_bytes));
 }
 
 void ShardedOptimizer::resolve_settings(double weight_decay, const ParameterGroups& groups) {
   for (std::size_t i = 0; i < settings_.size(); ++i) {
     const ShardedParameter& p = core_.model.parameters[i];
     settings_[i].weight_decay = weight_decay;
-    const auto group = std::find_if(groups.begin(), groups.end(),
-                                    [&](const ParameterGroup& candidate) { return candidate.matches && candidate.matches(p.name, p.tensor.dim()); });
+    const auto group = std::find_if(groups.begin(), groups.end(), [&](const ParameterGroup& candidate) {
+      return candidate.matches && candidate.matches(p.name, p.tensor.dim());
+    });
     if (group == groups.end()) continue;
     require(is_non_negative(group->lr_scale), "lr_scale", group->lr_scale, "at least 0");
     settings_[i].lr_scale = group->lr_scale;
@@ -79,8 +85,9 @@ ShardedOptimizer::Norm ShardedOptimizer::gradient_norm(const std::vector<bool>& 
     const ShardedParameter& p = core_.model.parameters[i];
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
     const DType dtype = state_dtype(group.dtype);
-    const double squares = fsdp::sum_of_squares(core_.gradient_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype),
-                                                p.piece.numel(), dtype);
+    const double squares = fsdp::sum_of_squares(
+        core_.gradient_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype), p.piece.numel(),
+        dtype);
     if (!std::isfinite(squares)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
     own.sum_of_squares += squares;
   }
@@ -104,19 +111,29 @@ void ShardedOptimizer::update(const std::vector<bool>& used, double gradient_sca
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
     const std::size_t state_bytes = static_cast<std::size_t>(p.piece.shard_offset) * size_of(state_dtype(group.dtype));
     const OptimizerSpan span{.dtype = group.dtype,
-                             .parameter = core_.parameter_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * size_of(group.dtype),
+                             .parameter = core_.parameter_shard(group) +
+                                          static_cast<std::size_t>(p.piece.shard_offset) * size_of(group.dtype),
                              .gradient = core_.gradient_shard(group) + state_bytes,
                              .first = states_.size() > 0 ? state(0, group) + state_bytes : nullptr,
                              .second = states_.size() > 1 ? state(1, group) + state_bytes : nullptr,
                              .numel = p.piece.numel()};
     const double lr = lr_ * settings_[i].lr_scale;
     if (const auto* adamw = std::get_if<AdamW>(&options_)) {
-      adamw_update(span, {.lr = lr, .beta1 = adamw->betas[0], .beta2 = adamw->betas[1], .eps = adamw->eps,
-                          .weight_decay = settings_[i].weight_decay, .gradient_scale = gradient_scale, .step = steps_[i]});
+      adamw_update(span, {.lr = lr,
+                          .beta1 = adamw->betas[0],
+                          .beta2 = adamw->betas[1],
+                          .eps = adamw->eps,
+                          .weight_decay = settings_[i].weight_decay,
+                          .gradient_scale = gradient_scale,
+                          .step = steps_[i]});
     } else {
       const auto& sgd = std::get<SGD>(options_);
-      sgd_update(span, {.lr = lr, .momentum = sgd.momentum, .weight_decay = settings_[i].weight_decay, .gradient_scale = gradient_scale,
-                        .nesterov = sgd.nesterov, .step = steps_[i]});
+      sgd_update(span, {.lr = lr,
+                        .momentum = sgd.momentum,
+                        .weight_decay = settings_[i].weight_decay,
+                        .gradient_scale = gradient_scale,
+                        .nesterov = sgd.nesterov,
+                        .step = steps_[i]});
     }
   }
 }

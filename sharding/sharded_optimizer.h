@@ -20,10 +20,11 @@ class ShardedOptimizer {
   // Throws InvalidArgument for values out of range, naming field and value.
   ShardedOptimizer(EngineCore& core, OptimizerOptions options);
 
-  // Collective. The 2-norm of the gradients of the used parameters over all ranks, and the first of them that is not finite.
+  // Collective. The 2-norm of the gradients of the used parameters over all ranks, and the first of them that is not
+  // finite.
   struct Norm {
     double value = 0;
-    int first_bad = -1;     // parameter index, -1 = none
+    int first_bad = -1;  // parameter index, -1 = none
   };
   Norm gradient_norm(const std::vector<bool>& used) const;
   // Steps the used parameters' shards; gradients are scaled first.
@@ -32,9 +33,9 @@ class ShardedOptimizer {
   void set_lr(double lr);
   double lr() const { return lr_; }
   std::size_t state_bytes() const;
-  std::vector<std::string> state_names() const;                       // "exp_avg", ...
+  std::vector<std::string> state_names() const;  // "exp_avg", ...
   std::byte* state(std::size_t which, const FlatGroup& group) const;
-  std::vector<std::int64_t>& parameter_steps() { return steps_; }     // updates made of each parameter
+  std::vector<std::int64_t>& parameter_steps() { return steps_; }  // updates made of each parameter
 
  private:
   struct Setting {
@@ -45,8 +46,8 @@ class ShardedOptimizer {
   EngineCore& core_;
   OptimizerOptions options_;
   double lr_ = 0;
-  std::vector<at::Tensor> states_;           // bytes, laid out as the gradient buffer
-  std::vector<Setting> settings_;            // by parameter
+  std::vector<at::Tensor> states_;  // bytes, laid out as the gradient buffer
+  std::vector<Setting> settings_;   // by parameter
   std::vector<std::int64_t> steps_;
 };
 

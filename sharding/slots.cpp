@@ -3,7 +3,9 @@
 namespace fsdp {
 
 Slots::Slots(Communicator& communicator, const ReduceMailbox& mailbox, int count, std::size_t slot_bytes)
-    : mailbox_(mailbox), slot_bytes_(slot_bytes), slots_(static_cast<std::size_t>(count)),
+    : mailbox_(mailbox),
+      slot_bytes_(slot_bytes),
+      slots_(static_cast<std::size_t>(count)),
       segment_(communicator.allocate(static_cast<std::size_t>(count) * slot_bytes)) {}
 
 bool Slots::is_drained(int slot) const {

@@ -1,5 +1,5 @@
-// The arena: equal slots in memory that all ranks can read, allocated once. A slot holds the gathered parameters of one unit, or
-// the full gradients of one until every rank has read them.
+// The arena: equal slots in memory that all ranks can read, allocated once. A slot holds the gathered parameters of
+// one unit, or the full gradients of one until every rank has read them.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,9 @@ class Slots {
   void take(int slot) { slots_[static_cast<std::size_t>(slot)].busy = true; }
   void give_back(int slot) { slots_[static_cast<std::size_t>(slot)].busy = false; }
   // Given back, but readable by peers until all have consumed this generation.
-  void drain(int slot, int unit, std::uint64_t generation) { slots_[static_cast<std::size_t>(slot)] = {false, {unit, generation}}; }
+  void drain(int slot, int unit, std::uint64_t generation) {
+    slots_[static_cast<std::size_t>(slot)] = {false, {unit, generation}};
+  }
 
  private:
   struct Slot {

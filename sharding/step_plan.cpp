@@ -6,9 +6,12 @@
 namespace fsdp {
 namespace {
 
-bool contains(const std::vector<int>& values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
+bool contains(const std::vector<int>& values, int value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
 
-// Positions of a unit's arrivals in the record's events, cut into rounds: a parameter that comes again starts the next one.
+// Positions of a unit's arrivals in the record's events, cut into rounds: a parameter that comes again starts the next
+// one.
 std::vector<std::vector<std::size_t>> cut_rounds(const StepRecord& record, int unit) {
   std::vector<std::vector<std::size_t>> rounds;
   std::set<int> arrived;
@@ -28,8 +31,12 @@ std::vector<std::vector<std::size_t>> cut_rounds(const StepRecord& record, int u
 class Planner {
  public:
   Planner(const StepRecord& record, int units, int prefetch)
-      : prefetch_(prefetch), slots_(static_cast<std::size_t>(slots_for(prefetch))), slot_of_unit_(static_cast<std::size_t>(units), kNoSlot),
-        resident_(static_cast<std::size_t>(units)), round_(static_cast<std::size_t>(units)), arrival_(static_cast<std::size_t>(units)) {
+      : prefetch_(prefetch),
+        slots_(static_cast<std::size_t>(slots_for(prefetch))),
+        slot_of_unit_(static_cast<std::size_t>(units), kNoSlot),
+        resident_(static_cast<std::size_t>(units)),
+        round_(static_cast<std::size_t>(units)),
+        arrival_(static_cast<std::size_t>(units)) {
     plan_.record = record;
     plan_.rounds.resize(static_cast<std::size_t>(units));
     for (const auto& run : record.runs) plan_.runs.push_back({.units = run, .keep = {}, .gathers = {}});
@@ -51,7 +58,7 @@ class Planner {
   enum class Use { kFree, kBusy, kDraining };
   struct Slot {
     Use use = Use::kFree;
-    int since = 0;   // order in which slots began to drain
+    int since = 0;  // order in which slots began to drain
   };
 
   void plan_round_starts(int units) {
@@ -67,7 +74,8 @@ class Planner {
         const auto own_end = std::lower_bound(ends.begin(), ends.end(), round.back());
         const std::size_t last_other_end = own_end == ends.begin() ? 0 : *(own_end - 1) + 1;
         const auto first = std::lower_bound(round.begin(), round.end(), last_other_end);
-        plan_.rounds[unit].push_back({.arrivals = static_cast<int>(round.size()), .opens_at = static_cast<int>(first - round.begin())});
+        plan_.rounds[unit].push_back(
+            {.arrivals = static_cast<int>(round.size()), .opens_at = static_cast<int>(first - round.begin())});
       }
     }
   }
@@ -130,7 +138,9 @@ class Planner {
     for (int i = 0; i < static_cast<int>(slots_.size()); ++i) {
       const Slot& slot = slots_[static_cast<std::size_t>(i)];
       if (slot.use == Use::kFree && free == kNoSlot) free = i;
-      if (slot.use == Use::kDraining && (draining == kNoSlot || slot.since < slots_[static_cast<std::size_t>(draining)].since)) draining = i;
+      if (slot.use == Use::kDraining &&
+          (draining == kNoSlot || slot.since < slots_[static_cast<std::size_t>(draining)].since))
+        draining = i;
     }
     const int first = prefer_draining ? draining : free, second = prefer_draining ? free : draining;
     const int taken = first != kNoSlot ? first : second;
@@ -151,6 +161,8 @@ class Planner {
 
 }  // namespace
 
-StepPlan build_step_plan(const StepRecord& record, int units, int prefetch) { return Planner(record, units, prefetch).build(); }
+StepPlan build_step_plan(const StepRecord& record, int units, int prefetch) {
+  return Planner(record, units, prefetch).build();
+}
 
 }  // namespace fsdp

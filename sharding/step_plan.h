@@ -1,21 +1,22 @@
-// What one training step did, and the plan that follows from it: when each unit is gathered and freed, when its gradients are
-// packed and reduced, and in which slot of the arena. Integers only; immutable once built.
+// What one training step did, and the plan that follows from it: when each unit is gathered and freed, when its
+// gradients are packed and reduced, and in which slot of the arena. Integers only; immutable once built.
 //
 // NOTE [Step plan]
-// A step is a list of runs (sets of units touched together, repeated touches collapsed) and arrivals (a parameter's gradient is there). With prefetch p,
-// while run i lasts the units of runs i .. i+p are resident and nothing else. Gradients of a unit come in rounds: a
-// round ends before a parameter would come twice, and is reduced at its last arrival. Packing begins once no other
-// unit's round ends before this one does, so at most one buffer fills at a time. A buffer drains until all peers have read it.
+// A step is a list of runs (sets of units touched together, repeated touches collapsed) and arrivals (a parameter's
+// gradient is there). With prefetch p, while run i lasts the units of runs i .. i+p are resident and nothing else.
+// Gradients of a unit come in rounds: a round ends before a parameter would come twice, and is reduced at its last
+// arrival. Packing begins once no other unit's round ends before this one does, so at most one buffer fills at a time.
+// A buffer drains until all peers have read it.
 //
 // Backward of three units with prefetch 1 (3 slots; P parameters, F filling, D draining):
 //
-//   event      run 2        close 2      run 1             close 1      run 0             close 0
-//   slot 0     P2           -            F1                D1           P.. (after D1)    -
-//   slot 1     P1           P1           P1                -            F0                D0
-//   slot 2     F2           D2           P0 (after D2)     P0           P0                -
+//   event      run 2    close 2   run 1           close 1   run 0    close 0
+//   slot 0     P2       -         F1              D1        D1       -
+//   slot 1     P1       P1        P1              -         F0       D0
+//   slot 2     F2       D2        P0 (after D2)   P0        P0       -
 //
-// A gather ahead prefers a draining slot (it waits on the engine's own thread), packing prefers a free one (it would wait
-// in backward). So prefetch + 2 slots are enough: prefetch + 1 units and one buffer, or prefetch units and two.
+// A gather ahead prefers a draining slot (it waits on the engine's own thread), packing prefers a free one (it would
+// wait in backward). So prefetch + 2 slots are enough: prefetch + 1 units and one buffer, or prefetch units and two.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +27,18 @@ namespace fsdp {
 struct StepEvent {
   enum class Kind : std::uint8_t { kRun, kArrival };
   Kind kind = Kind::kRun;
-  int index = 0;        // kRun: of the run; kArrival: of the unit
-  int parameter = 0;    // kArrival: of the unit's trainable parameters
+  int index = 0;      // kRun: of the run; kArrival: of the unit
+  int parameter = 0;  // kArrival: of the unit's trainable parameters
   bool operator==(const StepEvent&) const = default;
 };
 
 struct StepRecord {
-  std::vector<std::vector<int>> runs;   // unit indices in the order of their first touch
+  std::vector<std::vector<int>> runs;  // unit indices in the order of their first touch
   std::vector<StepEvent> events;
   bool operator==(const StepRecord&) const = default;
 };
 
-constexpr int kNoSlot = -1;             // an overflow buffer is taken
+constexpr int kNoSlot = -1;  // an overflow buffer is taken
 
 struct StepPlan {
   struct Gather {
@@ -45,17 +46,17 @@ struct StepPlan {
   };
   struct Run {
     std::vector<int> units;
-    std::vector<int> keep;              // resident while the run lasts; all else is freed at its first touch
-    std::vector<Gather> gathers;        // issued at its first touch, in this order
+    std::vector<int> keep;        // resident while the run lasts; all else is freed at its first touch
+    std::vector<Gather> gathers;  // issued at its first touch, in this order
   };
   struct Round {
-    int arrivals = 0;                   // gradients in the round
-    int opens_at = 0;                   // arrival from which gradients are packed; those before are held
+    int arrivals = 0;  // gradients in the round
+    int opens_at = 0;  // arrival from which gradients are packed; those before are held
     int slot = kNoSlot;
-    bool frees_unit = false;            // the unit's parameters are freed when the round ends
+    bool frees_unit = false;  // the unit's parameters are freed when the round ends
   };
   std::vector<Run> runs;
-  std::vector<std::vector<Round>> rounds;   // [unit][round]
+  std::vector<std::vector<Round>> rounds;  // [unit][round]
   StepRecord record;
 };
 

@@ -6,24 +6,27 @@ namespace fsdp {
 namespace {
 
 constexpr std::size_t kMaxPatterns = 8;
-constexpr std::size_t kMaxEvents = std::size_t{1} << 18;   // a step longer than this is not recorded and runs on demand
+constexpr std::size_t kMaxEvents = std::size_t{1} << 18;  // a step longer than this is not recorded and runs on demand
 
 bool is_subset(std::span<const int> part, const std::vector<int>& whole) {
-  return std::all_of(part.begin(), part.end(), [&](int unit) { return std::find(whole.begin(), whole.end(), unit) != whole.end(); });
+  return std::all_of(part.begin(), part.end(),
+                     [&](int unit) { return std::find(whole.begin(), whole.end(), unit) != whole.end(); });
 }
 
 }  // namespace
 
 Timeline::Timeline(std::vector<int> trainable_parameters, int prefetch)
     : prefetch_(prefetch), trainable_(std::move(trainable_parameters)), rounds_(trainable_.size()) {
-  for (std::size_t unit = 0; unit < trainable_.size(); ++unit) rounds_[unit].arrived.resize(static_cast<std::size_t>(trainable_[unit]));
+  for (std::size_t unit = 0; unit < trainable_.size(); ++unit)
+    rounds_[unit].arrived.resize(static_cast<std::size_t>(trainable_[unit]));
 }
 
 Timeline::Touched Timeline::touch(std::span<const int> units) {
   if (!active_.empty() && is_subset(units, active_)) return {};
   if (!started()) choose_plan(units);
   const bool planned_next = plan_ != nullptr && next_run_ < plan_->runs.size() &&
-                            std::equal(units.begin(), units.end(), plan_->runs[next_run_].units.begin(), plan_->runs[next_run_].units.end());
+                            std::equal(units.begin(), units.end(), plan_->runs[next_run_].units.begin(),
+                                       plan_->runs[next_run_].units.end());
   // A unit whose round has ended may be touched once more without that being a run of the plan.
   if (plan_ != nullptr && !planned_next && active_.empty() && is_subset(units, last_run_)) return {};
   if (plan_ != nullptr && !planned_next) leave_plan();
@@ -71,7 +74,8 @@ Timeline::Arrived Timeline::arrive(int unit, int parameter) {
 
 void Timeline::finish_step() {
   if (started()) {
-    const auto known = std::find_if(patterns_.begin(), patterns_.end(), [&](const Pattern& p) { return p.plan.record == record_; });
+    const auto known = std::find_if(patterns_.begin(), patterns_.end(),
+                                    [&](const Pattern& p) { return p.plan.record == record_; });
     const StepPlan* completed = nullptr;
     if (!recording_) {
       completed = nullptr;
@@ -116,7 +120,8 @@ void Timeline::choose_plan(std::span<const int> units) {
     plan_ = expected();
     return;
   }
-  const auto other = std::find_if(patterns_.begin(), patterns_.end(), [&](const Pattern& p) { return begins_so(&p.plan); });
+  const auto other = std::find_if(patterns_.begin(), patterns_.end(),
+                                  [&](const Pattern& p) { return begins_so(&p.plan); });
   plan_ = other != patterns_.end() ? &other->plan : nullptr;
 }
 
@@ -134,7 +139,8 @@ const StepPlan* Timeline::expected() const {
 }
 
 const Timeline::Pattern* Timeline::pattern_of(const StepPlan* plan) const {
-  const auto found = std::find_if(patterns_.begin(), patterns_.end(), [&](const Pattern& p) { return &p.plan == plan; });
+  const auto found = std::find_if(patterns_.begin(), patterns_.end(),
+                                  [&](const Pattern& p) { return &p.plan == plan; });
   return found != patterns_.end() ? &*found : nullptr;
 }
 

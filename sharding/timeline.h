@@ -1,5 +1,5 @@
-// Follows a step while it runs: records it, recognises which plan it follows, and says what to do next. A step that leaves its plan runs
-// on demand to its end: right, only slower. No locks of its own.
+// Follows a step while it runs: records it, recognises which plan it follows, and says what to do next. A step that
+// leaves its plan runs on demand to its end: right, only slower. No locks of its own.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace fsdp {
 
 class Timeline {
  public:
-  Timeline(std::vector<int> trainable_parameters, int prefetch);   // number of trainable parameters of each unit
+  Timeline(std::vector<int> trainable_parameters, int prefetch);  // number of trainable parameters of each unit
 
-  // An operator of a training pass touches these units (not empty). Returns the planned run that begins here; nullptr where the present run
-  // goes on, or the step follows no plan. `began` tells whether a run began.
+  // An operator of a training pass touches these units (not empty). Returns the planned run that begins here; nullptr
+  // where the present run goes on, or the step follows no plan. `began` tells whether a run began.
   struct Touched {
     bool began = false;
     const StepPlan::Run* run = nullptr;
@@ -25,11 +25,11 @@ class Timeline {
 
   // The gradient of a unit's parameter is there.
   struct Arrived {
-    bool ends_previous = false;   // the parameter came before in the open round: that one ends first, as it is
-    bool ends = false;            // this gradient is the round's last
-    bool packs = false;           // a buffer is to be open now
-    int slot = kNoSlot;           // its planned slot; kNoSlot = any
-    bool frees_unit = false;      // with `ends`
+    bool ends_previous = false;  // the parameter came before in the open round: that one ends first, as it is
+    bool ends = false;           // this gradient is the round's last
+    bool packs = false;          // a buffer is to be open now
+    int slot = kNoSlot;          // its planned slot; kNoSlot = any
+    bool frees_unit = false;     // with `ends`
   };
   Arrived arrive(int unit, int parameter);
 
@@ -43,27 +43,27 @@ class Timeline {
  private:
   struct Pattern {
     StepPlan plan;
-    const StepPlan* successor = nullptr;   // what followed it last time; patterns in turn are so predicted
+    const StepPlan* successor = nullptr;  // what followed it last time; patterns in turn are so predicted
   };
   struct OpenRound {
     std::vector<bool> arrived;
     int arrivals = 0;
-    std::size_t index = 0;                 // of the unit's rounds in this step
+    std::size_t index = 0;  // of the unit's rounds in this step
   };
 
   void choose_plan(std::span<const int> units);
-  const StepPlan* expected() const;        // the plan that this step is likely to follow, or nullptr
+  const StepPlan* expected() const;  // the plan that this step is likely to follow, or nullptr
   void end_round(int unit);
   const Pattern* pattern_of(const StepPlan* plan) const;
 
   int prefetch_;
   std::vector<int> trainable_;
-  std::deque<Pattern> patterns_;           // newest first; addresses stay, since only the ends move
+  std::deque<Pattern> patterns_;  // newest first; addresses stay, since only the ends move
   const StepPlan* plan_ = nullptr;
   const StepPlan* last_ = nullptr;
   StepRecord record_;
   bool recording_ = true;
-  std::vector<int> active_;                // units of the run that goes on; empty once its round ended
+  std::vector<int> active_;  // units of the run that goes on; empty once its round ended
   std::vector<int> last_run_;
   std::size_t next_run_ = 0;
   std::vector<OpenRound> rounds_;

@@ -25,9 +25,9 @@ using Storages = c10::SmallVector<PagedStorage*, 4>;
 struct OperatorTraits {
   std::string name{};
   TouchTreatment treatment = TouchTreatment::kUse;
-  std::vector<bool> writes{};    // per argument
-  bool adds_in_place = false;    // what autograd does to a gradient that is there already
-  bool zeroes = false;           // what zero_grad(false) does to it
+  std::vector<bool> writes{};  // per argument
+  bool adds_in_place = false;  // what autograd does to a gradient that is there already
+  bool zeroes = false;         // what zero_grad(false) does to it
 };
 
 bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
@@ -35,13 +35,40 @@ bool is_one_of(std::string_view name, std::initializer_list<std::string_view> na
 }
 
 TouchTreatment treatment_of(const c10::OperatorHandle& op, std::string_view name) {
-  const bool metadata_only = is_one_of(
-      name, {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
-             "aten::randint_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty_strided",
-             "aten::is_same_size", "aten::_has_compatible_shallow_copy_type", "aten::result_type", "aten::is_floating_point",
-             "aten::is_complex", "aten::is_signed", "aten::is_inference", "aten::size", "aten::stride", "aten::sym_size", "aten::sym_stride",
-             "aten::sym_numel", "aten::sym_storage_offset", "aten::dim", "aten::numel", "aten::requires_grad_", "aten::retain_grad",
-             "aten::retains_grad", "aten::is_leaf", "aten::output_nr", "aten::_version", "aten::detach_"});
+  const bool metadata_only = is_one_of(name, {"aten::empty_like",
+                                              "aten::zeros_like",
+                                              "aten::ones_like",
+                                              "aten::full_like",
+                                              "aten::rand_like",
+                                              "aten::randn_like",
+                                              "aten::randint_like",
+                                              "aten::new_empty",
+                                              "aten::new_zeros",
+                                              "aten::new_ones",
+                                              "aten::new_full",
+                                              "aten::new_empty_strided",
+                                              "aten::is_same_size",
+                                              "aten::_has_compatible_shallow_copy_type",
+                                              "aten::result_type",
+                                              "aten::is_floating_point",
+                                              "aten::is_complex",
+                                              "aten::is_signed",
+                                              "aten::is_inference",
+                                              "aten::size",
+                                              "aten::stride",
+                                              "aten::sym_size",
+                                              "aten::sym_stride",
+                                              "aten::sym_numel",
+                                              "aten::sym_storage_offset",
+                                              "aten::dim",
+                                              "aten::numel",
+                                              "aten::requires_grad_",
+                                              "aten::retain_grad",
+                                              "aten::retains_grad",
+                                              "aten::is_leaf",
+                                              "aten::output_nr",
+                                              "aten::_version",
+                                              "aten::detach_"});
   if (metadata_only) return TouchTreatment::kPass;
   if (op.hasTag(at::Tag::inplace_view) ||
       is_one_of(name, {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::_lazy_clone"})) {
@@ -88,16 +115,20 @@ void for_each_touched(const c10::IValue& value, const Visit& visit) {
 
 [[noreturn]] void refuse(const OperatorTraits& traits, const PagedStorage& storage, const at::Tensor& tensor) {
   throw InvalidArgument(fmt::format(
-      "{} of parameter {} is refused: it would give the parameter another storage or shape than the engine's; change the values in place "
+      "{} of parameter {} is refused: it would give the parameter another storage or shape than the engine's; change "
+      "the values in place "
       "(copy_, torch::nn::init) under torch::NoGradGuard, or call fsdp::shard afterwards",
-      traits.name, storage.owner() != nullptr ? storage.owner()->parameter_name(storage, tensor) : "of a closed engine"));
+      traits.name,
+      storage.owner() != nullptr ? storage.owner()->parameter_name(storage, tensor) : "of a closed engine"));
 }
 
 // The storages of one operator, held from acquire() to complete() or destruction, engine by engine.
 class Use {
  public:
-  Use(const OperatorTraits& traits, Storages storages, bool writes) : name_(traits.name), storages_(std::move(storages)), writes_(writes) {
-    std::stable_sort(storages_.begin(), storages_.end(), [](const auto* a, const auto* b) { return a->owner() < b->owner(); });
+  Use(const OperatorTraits& traits, Storages storages, bool writes)
+      : name_(traits.name), storages_(std::move(storages)), writes_(writes) {
+    std::stable_sort(storages_.begin(), storages_.end(),
+                     [](const auto* a, const auto* b) { return a->owner() < b->owner(); });
   }
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;
@@ -112,7 +143,9 @@ class Use {
   void acquire() {
     for (; held_ < storages_.size(); held_ += part(held_).size()) {
       StorageOwner* owner = storages_[held_]->owner();
-      if (owner == nullptr) throw InvalidArgument(fmt::format("{}: the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used", name_));
+      if (owner == nullptr)
+        throw InvalidArgument(fmt::format(
+            "{}: the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used", name_));
       owner->acquire(use_of(held_));
     }
   }
@@ -128,7 +161,8 @@ class Use {
 
   void release(bool completed) {
     const std::size_t held = std::exchange(held_, 0);
-    for (std::size_t begin = 0; begin < held; begin += part(begin).size()) storages_[begin]->owner()->release(use_of(begin), completed);
+    for (std::size_t begin = 0; begin < held; begin += part(begin).size())
+      storages_[begin]->owner()->release(use_of(begin), completed);
   }
 
   std::string_view name_;
@@ -148,7 +182,7 @@ Arguments collect(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> value
   for (std::size_t i = 0; i < values.size(); ++i) {
     for_each_touched(values[i], [&](const at::Tensor& tensor) {
       PagedStorage* storage = PagedStorage::of(tensor);
-      if (storage == nullptr) return;   // replaced behind our back: the check at the step's start names it
+      if (storage == nullptr) return;  // replaced behind our back: the check at the step's start names it
       if (storage->role() == PagedStorage::Role::kGradient) {
         arguments.gradient = storage;
         return;
@@ -163,7 +197,8 @@ Arguments collect(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> value
   return arguments;
 }
 
-// An operator on the placeholder of a gradient that has been taken away. Its first argument stays on the stack as the result.
+// An operator on the placeholder of a gradient that has been taken away. Its first argument stays on the stack as the
+// result.
 void use_gradient(const OperatorTraits& traits, PagedStorage& gradient, torch::jit::Stack* stack) {
   const std::size_t count = traits.writes.size();
   StorageOwner* owner = gradient.owner();
@@ -175,7 +210,8 @@ void use_gradient(const OperatorTraits& traits, PagedStorage& gradient, torch::j
     owner->clear_gradient(gradient);
   } else {
     throw InvalidArgument(fmt::format(
-        "gradients are sharded: {} was given the gradient of parameter {}, of which this rank holds a part only; clip and step through "
+        "gradients are sharded: {} was given the gradient of parameter {}, of which this rank holds a part only; clip "
+        "and step through "
         "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
         traits.name, owner != nullptr ? owner->parameter_name(gradient, at::Tensor()) : "of a closed engine"));
   }

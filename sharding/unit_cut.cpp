@@ -41,7 +41,8 @@ constexpr const char* kRoot = "(root)";
 
 std::vector<std::pair<std::string, ModulePointer>> submodules(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, ModulePointer>> result;
-  for (const auto& item : module.named_modules(std::string(), /*include_self=*/false)) result.emplace_back(item.key(), item.value());
+  for (const auto& item : module.named_modules(std::string(), /*include_self=*/false))
+    result.emplace_back(item.key(), item.value());
   return result;
 }
 
@@ -54,7 +55,8 @@ std::size_t parameter_bytes(const torch::nn::Module& module) {
   return bytes;
 }
 
-void select_by_size(const torch::nn::Module& module, const std::string& prefix, std::size_t max_bytes, std::set<std::string>& selected) {
+void select_by_size(const torch::nn::Module& module, const std::string& prefix, std::size_t max_bytes,
+                    std::set<std::string>& selected) {
   for (const auto& child : module.named_children()) {
     const std::string name = prefix + child.key();
     if (parameter_bytes(*child.value()) <= max_bytes) {
@@ -75,16 +77,20 @@ std::set<std::string> select_units(const torch::nn::Module& module, const Units&
       types.insert(submodule->name());
     }
     if (selected.empty()) {
-      throw InvalidArgument(fmt::format("fsdp::shard: units match no sub-module of {}; it holds {}; name one of these types or leave units out to cut by size",
-                                        module.name(), types.empty() ? "none" : fmt::format("{}", fmt::join(types, ", "))));
+      throw InvalidArgument(
+          fmt::format("fsdp::shard: units match no sub-module of {}; it holds {}; name one of these types or leave "
+                      "units out to cut by size",
+                      module.name(), types.empty() ? "none" : fmt::format("{}", fmt::join(types, ", "))));
     }
   } else if (!units.names.empty()) {
     for (const std::string& wanted : units.names) {
-      const bool known = std::any_of(candidates.begin(), candidates.end(), [&](const auto& item) { return item.first == wanted; });
+      const bool known = std::any_of(candidates.begin(), candidates.end(),
+                                     [&](const auto& item) { return item.first == wanted; });
       if (!known) {
         std::vector<std::string> names;
         for (const auto& item : candidates) names.push_back(item.first);
-        throw InvalidArgument(fmt::format("fsdp::shard: unit {} is no sub-module of {}; it has {}", wanted, module.name(), fmt::join(names, ", ")));
+        throw InvalidArgument(fmt::format("fsdp::shard: unit {} is no sub-module of {}; it has {}", wanted,
+                                          module.name(), fmt::join(names, ", ")));
       }
       selected.insert(wanted);
     }
@@ -94,7 +100,8 @@ std::set<std::string> select_units(const torch::nn::Module& module, const Units&
   return selected;
 }
 
-// The innermost selected module that a parameter's name lies in: of "layers.0.mlp.weight" it tries layers.0.mlp, layers.0, layers.
+// The innermost selected module that a parameter's name lies in: of "layers.0.mlp.weight" it tries layers.0.mlp,
+// layers.0, layers.
 std::string unit_of(std::string parameter_name, const std::set<std::string>& selected) {
   for (auto dot = parameter_name.rfind('.'); dot != std::string::npos; dot = parameter_name.rfind('.')) {
     parameter_name.resize(dot);
@@ -132,7 +139,8 @@ std::vector<CutUnit> cut_units(const torch::nn::Module& module, const Units& uni
     if (is_new) result.push_back({name, {}});
     result[found->second].parameters.push_back(std::move(parameter));
   }
-  if (result.empty()) throw InvalidArgument(fmt::format("fsdp::shard: {} has no parameter; nothing to shard", module.name()));
+  if (result.empty())
+    throw InvalidArgument(fmt::format("fsdp::shard: {} has no parameter; nothing to shard", module.name()));
   return result;
 }
 

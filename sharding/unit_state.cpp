@@ -29,8 +29,9 @@ bool is_legal(GradientState from, GradientState to) {
 template <class State>
 void checked_move(State& state, State next, std::string_view unit, std::string_view what) {
   if (!is_legal(state, next)) {
-    throw InvalidArgument(fmt::format("unit {}: {} cannot go from {} to {}; this is a fault of the engine, please report it",
-                                      unit, what, name_of(state), name_of(next)));
+    throw InvalidArgument(
+        fmt::format("unit {}: {} cannot go from {} to {}; this is a fault of the engine, please report it", unit, what,
+                    name_of(state), name_of(next)));
   }
   state = next;
 }
@@ -56,7 +57,11 @@ std::string_view name_of(GradientState state) {
   return "";
 }
 
-void move_to(ParameterState& state, ParameterState next, std::string_view unit) { checked_move(state, next, unit, "parameters"); }
-void move_to(GradientState& state, GradientState next, std::string_view unit) { checked_move(state, next, unit, "gradients"); }
+void move_to(ParameterState& state, ParameterState next, std::string_view unit) {
+  checked_move(state, next, unit, "parameters");
+}
+void move_to(GradientState& state, GradientState next, std::string_view unit) {
+  checked_move(state, next, unit, "gradients");
+}
 
 }  // namespace fsdp

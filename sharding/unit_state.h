@@ -9,16 +9,16 @@
 namespace fsdp {
 
 enum class ParameterState {
-  kSharded,     // only the shards exist; reading the unit throws
-  kGathering,   // a gather has been issued
-  kResident,    // the unit's storages point at a slot
+  kSharded,    // only the shards exist; reading the unit throws
+  kGathering,  // a gather has been issued
+  kResident,   // the unit's storages point at a slot
 };
 
 enum class GradientState {
-  kEmpty,       // no gradient since the last step
-  kFilling,     // some gradients have come
-  kReducing,    // published; peers may read the buffer
-  kReduced,     // this rank's gradient shard holds the sum
+  kEmpty,     // no gradient since the last step
+  kFilling,   // some gradients have come
+  kReducing,  // published; peers may read the buffer
+  kReduced,   // this rank's gradient shard holds the sum
 };
 
 std::string_view name_of(ParameterState state);

@@ -50,11 +50,11 @@ struct LoadedCheckpoint {
 };
 
 // Collective. Loads the newest committed step of `dir` (rank 0 decides which) into `views`, at any world size and with
-// any dense strides, by ranged reads verified per extent. Every rank passes a view of every tensor, with an empty range
-// where it holds nothing. nullopt if dir does not exist or holds no committed step. Nothing is written to a view unless
-// the names, shapes and dtypes of all views match the manifest and all files are there. Throws CheckpointError on all
-// ranks for a mismatch (missing, unexpected, shape, dtype; nearest names) or damage (file, tensor, byte range). Beyond
-// the views at most one extent is in memory.
+// any dense strides, by ranged reads verified per extent. Every rank passes a view of every tensor, with an empty
+// range where it holds nothing. nullopt if dir does not exist or holds no committed step. Nothing is written to a view
+// unless the names, shapes and dtypes of all views match the manifest and all files are there. Throws CheckpointError
+// on all ranks for a mismatch (missing, unexpected, shape, dtype; nearest names) or damage (file, tensor, byte range).
+// Beyond the views at most one extent is in memory.
 std::optional<LoadedCheckpoint> load_checkpoint(Communicator& communicator, const std::filesystem::path& dir,
                                                 std::span<const ShardView> views);
 
@@ -68,15 +68,16 @@ struct TensorInfo {
 // Not collective; called on rank 0. Writes one safetensors file (temporary name, fsync, rename; an existing file is
 // replaced by the rename). `fetch(info, bytes)` fills one tensor's row-major bytes, and is called once per tensor in
 // the file's order: falling dtype size, then name; one tensor is in memory at a time. `metadata` goes to __metadata__
-// beside format=pt; a tied tensor stands there as second name -> name. Throws CheckpointError, and what `fetch` throws.
+// beside format=pt; a tied tensor stands there as second name -> name. Throws CheckpointError, and what `fetch`
+// throws.
 void write_consolidated(const std::filesystem::path& file, const std::vector<TensorInfo>& tensors,
                         const std::map<std::string, std::string>& metadata,
                         const std::function<void(const TensorInfo&, std::span<std::byte>)>& fetch);
 
-// Reads a consolidated safetensors file straight into this rank's parts. Not collective: each rank reads what it needs.
-// Every view's name must be there (or be tied in __metadata__) with the same shape and dtype, and every tensor of the
-// file must be asked for; else CheckpointError and no view is changed. `tied` are the model's own ties, second name ->
-// the name in views: a file may hold either name or both.
+// Reads a consolidated safetensors file straight into this rank's parts. Not collective: each rank reads what it
+// needs. Every view's name must be there (or be tied in __metadata__) with the same shape and dtype, and every tensor
+// of the file must be asked for; else CheckpointError and no view is changed. `tied` are the model's own ties, second
+// name -> the name in views: a file may hold either name or both.
 void read_consolidated(const std::filesystem::path& file, std::span<const ShardView> views,
                        const std::map<std::string, std::string>& tied = {});
 

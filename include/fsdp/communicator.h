@@ -1,5 +1,6 @@
 // What the engine asks of the ranks: memory that peers can read, collectives over raw spans, one-sided reads, and
-// waits that end when a peer is gone. Backends: thread (ranks are threads of one process), shm (processes of one host).
+// waits that end when a peer is gone. Backends: thread (ranks are threads of one process), shm (processes of one
+// host).
 //
 // Thread safety. The collectives of one communicator are called by one thread at a time, in the same order on every
 // rank. `gather`, `reduce`, `read`, `wait_until` and `ring` are one-sided: any thread of a rank may call them at any
@@ -26,8 +27,8 @@
 
 namespace fsdp {
 
-// Memory of the same size on every rank, each part readable by all of them. All parts stay
-// readable as long as this handle lives; the memory is freed when every rank's is gone. Aligned to a page; zero when made.
+// Memory of the same size on every rank, each part readable by all of them. All parts stay readable as long as this
+// handle lives; the memory is freed when every rank's is gone. Aligned to a page; zero when made.
 class Segment {
  public:
   virtual ~Segment() = default;
@@ -45,7 +46,8 @@ class Segment {
 
 enum class ReduceOp { kSum, kMax, kMin };
 
-// One all-gather read from the owners: output[r * shard_bytes ...] = peer r's source[offset ... + shard_bytes] for all r.
+// One all-gather read from the owners: output[r * shard_bytes ...] = peer r's source[offset ... + shard_bytes] for all
+// r.
 struct GatherRequest {
   const Segment* source = nullptr;
   std::size_t offset = 0;  // bytes, the same on every rank
@@ -77,14 +79,15 @@ class Communicator {
   virtual const std::string& backend() const = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
 
-  // Collective: every rank asks for the same number of bytes (else InvalidArgument on all of them). Throws MemoryError.
+  // Collective: every rank asks for the same number of bytes (else InvalidArgument on all of them). Throws
+  // MemoryError.
   virtual std::unique_ptr<Segment> allocate(std::size_t bytes) = 0;
 
   // Collectives. Blocking; empty spans are legal and still synchronise.
   // all_gather: output.size() == world_size * input.size(); input may be the rank's own part of output (in place).
   virtual void all_gather(std::span<const std::byte> input, std::span<std::byte> output) = 0;
-  // input holds world_size * numel elements, output numel of the same dtype. Sums in rank order, in fp32 for fp16, bf16
-  // and fp32 (rounded once at the end).
+  // input holds world_size * numel elements, output numel of the same dtype. Sums in rank order, in fp32 for fp16,
+  // bf16 and fp32 (rounded once at the end).
   virtual void reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) = 0;
   virtual void all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) = 0;
   virtual void broadcast(std::span<std::byte> data, int root) = 0;
@@ -96,11 +99,12 @@ class Communicator {
   // Copies peer `rank`'s bytes [offset, offset + output.size()) of `source`.
   virtual void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) = 0;
 
-  // Blocks until `ready()` is true. `ready` reads atomics of a segment and is called again after every ring() of any rank
-  // and at least each 50 ms; it must be cheap and must not throw. `what` names the wait in errors ("reduce of layers.3").
+  // Blocks until `ready()` is true. `ready` reads atomics of a segment and is called again after every ring() of any
+  // rank and at least each 50 ms; it must be cheap and must not throw. `what` names the wait in errors ("reduce of
+  // layers.3").
   virtual void wait_until(const std::function<bool()>& ready, std::string_view what) = 0;
-  // `rank` is in a collective that `other` has not come to yet. A hint for finding ranks that wait for each other: it may have changed
-  // by the time it is read, but is not missed while it lasts. No call of this kind waits.
+  // `rank` is in a collective that `other` has not come to yet. A hint for finding ranks that wait for each other: it
+  // may have changed by the time it is read, but is not missed while it lasts. No call of this kind waits.
   virtual bool awaits(int rank, int other) const = 0;
   // Wakes every rank's wait_until. Call after a store (release) to an atomic that a peer may be waiting for.
   virtual void ring() = 0;

@@ -38,10 +38,10 @@ class Context {
 };
 
 // Finds rank and world size (explicit options, else torchrun's variables, else one rank), meets the other ranks and
-// returns once all are there. They meet at the Unix socket that FSDP_RENDEZVOUS names, in a folder of mode 700, or at one
-// that follows from MASTER_ADDR, MASTER_PORT and torchrun's job; one rank needs neither. Throws InvalidArgument for a
-// partial or impossible set of variables (prints what was found), for ranks on several hosts and for an unknown backend,
-// and CommunicationError when a rank does not come within the timeout (names which).
+// returns once all are there. They meet at the Unix socket that FSDP_RENDEZVOUS names, in a folder of mode 700, or at
+// one that follows from MASTER_ADDR, MASTER_PORT and torchrun's job; one rank needs neither. Throws InvalidArgument
+// for a partial or impossible set of variables (prints what was found), for ranks on several hosts and for an unknown
+// backend, and CommunicationError when a rank does not come within the timeout (names which).
 Context init(const InitOptions& options = {});
 
 }  // namespace fsdp

@@ -1,11 +1,13 @@
-// The engine: shards a module's parameters, pages units in as they are touched, reduces gradients as backward makes them.
+// The engine: shards a module's parameters, pages units in as they are touched, reduces gradients as backward makes
+// them.
 //
-// Threads and streams. One engine belongs to one rank. Forward and backward may run on any thread; step, save, resume and the
-// other collectives are called by one thread at a time, in the same order on every rank. Gathers and reductions run on the
-// engine's own thread.
+// Threads and streams. One engine belongs to one rank. Forward and backward may run on any thread; step, save, resume
+// and the other collectives are called by one thread at a time, in the same order on every rank. Gathers and
+// reductions run on the engine's own thread.
 //
-// What is refused, by name and on the spot: set_ and resize_ of a parameter, torch::load and Module::to after shard() (found at the next
-// step's start), a replaced gradient hook, sparse gradients, raw reads of a parameter that is not resident, and reads of a sharded gradient.
+// What is refused, by name and on the spot: set_ and resize_ of a parameter, torch::load and Module::to after shard()
+// (found at the next step's start), a replaced gradient hook, sparse gradients, raw reads of a parameter that is not
+// resident, and reads of a sharded gradient.
 #pragma once
 
 #include <concepts>
@@ -37,39 +39,47 @@ class Engine {
   Optimizer optimizer(AdamW options);
   Optimizer optimizer(SGD options);
 
-  // Collective. Writes dir/step-%06d with parameters, optimizer state and this rank's random state; see <fsdp/checkpoint.h>.
+  // Collective. Writes dir/step-%06d with parameters, optimizer state and this rank's random state; see
+  // <fsdp/checkpoint.h>.
   void save(const std::filesystem::path& dir);
-  // Collective. Loads the newest committed step of dir, saved at any world size; returns its step, or nullopt if there is none. Call after
-  // optimizer(). A damaged or foreign checkpoint is a CheckpointError on every rank and changes nothing in the model.
+  // Collective. Loads the newest committed step of dir, saved at any world size; returns its step, or nullopt if there
+  // is none. Call after optimizer(). A damaged or foreign checkpoint is a CheckpointError on every rank and changes
+  // nothing in the model.
   std::optional<std::int64_t> resume(const std::filesystem::path& dir);
   // Collective; rank 0 writes one safetensors file, one tensor in memory at a time.
   void consolidate(const std::filesystem::path& file);
   // Collective. Parameters from one safetensors file, read by each rank for its own ranges.
   void load_consolidated(const std::filesystem::path& file);
 
-  // This rank's parts of parameters, then of optimizer state. Borrowed; valid as long as the engine. Tied parameters appear once.
+  // This rank's parts of parameters, then of optimizer state. Borrowed; valid as long as the engine. Tied parameters
+  // appear once.
   std::vector<ShardView> shard_views() const;
-  // Collective: finishes pending reductions, then gives this rank's parts of the mean gradients (fp32 for fp32, bf16 and fp16
-  // parameters) of those parameters that some rank used since the last step. Valid until the next step or zero_grad.
+  // Collective: finishes pending reductions, then gives this rank's parts of the mean gradients (fp32 for fp32, bf16
+  // and fp16 parameters) of those parameters that some rank used since the last step. Valid until the next step or
+  // zero_grad.
   std::vector<ShardView> gradient_views();
 
   MemoryReport memory() const;
   Plan plan() const;
-  std::int64_t step() const;           // optimizer steps taken, resumed ones included
+  std::int64_t step() const;  // optimizer steps taken, resumed ones included
 
  private:
   std::unique_ptr<EngineState> state_;
 };
 
-// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values are those of rank 0 (the engine broadcasts them), so ranks
-// need not seed alike. Names and identities of the parameter tensors stay. Throws InvalidArgument naming the parameter
-// where its storage is shared with something else, overlaps another's, is sparse or on another device, or has a gradient; and where
-// `units` matches nothing. The engine keeps the module alive.
+// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values are those of
+// rank 0 (the engine broadcasts them), so ranks need not seed alike. Names and identities of the parameter tensors
+// stay. Throws InvalidArgument naming the parameter where its storage is shared with something else, overlaps
+// another's, is sparse or on another device, or has a gradient; and where `units` matches nothing. The engine keeps
+// the module alive.
 Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, const ShardOptions& options = {});
 
 // The same for a module holder (TORCH_MODULE).
 template <class Holder>
-  requires requires(Holder holder) { typename Holder::ContainedType; holder.ptr(); }
+  requires requires(Holder holder) {
+    typename Holder::ContainedType;
+    holder.ptr();
+  }
 Engine shard(const Context& context, Holder holder, const ShardOptions& options = {}) {
   return shard(context, std::shared_ptr<torch::nn::Module>(holder.ptr()), options);
 }

@@ -8,12 +8,12 @@
 namespace fsdp {
 
 enum class ErrorId {
-  kInvalidArgument = 1,   // a caller's value, or a combination that is not supported
-  kCommunication = 2,     // a peer died, timed out, or aborted
-  kDevice = 3,            // a device call failed
-  kCheckpoint = 4,        // a checkpoint is damaged, missing, or of another model
-  kMemory = 5,            // an allocation failed
-  kNonFinite = 6,         // a gradient is NaN or infinite; thrown as Error itself
+  kInvalidArgument = 1,  // a caller's value, or a combination that is not supported
+  kCommunication = 2,    // a peer died, timed out, or aborted
+  kDevice = 3,           // a device call failed
+  kCheckpoint = 4,       // a checkpoint is damaged, missing, or of another model
+  kMemory = 5,           // an allocation failed
+  kNonFinite = 6,        // a gradient is NaN or infinite; thrown as Error itself
 };
 
 class Error : public std::runtime_error {
@@ -30,12 +30,14 @@ class Error : public std::runtime_error {
 
 class InvalidArgument : public Error {
  public:
-  explicit InvalidArgument(const std::string& message, int rank = -1) : Error(ErrorId::kInvalidArgument, message, rank) {}
+  explicit InvalidArgument(const std::string& message, int rank = -1)
+      : Error(ErrorId::kInvalidArgument, message, rank) {}
 };
 
 class CommunicationError : public Error {
  public:
-  explicit CommunicationError(const std::string& message, int rank = -1) : Error(ErrorId::kCommunication, message, rank) {}
+  explicit CommunicationError(const std::string& message, int rank = -1)
+      : Error(ErrorId::kCommunication, message, rank) {}
 };
 
 class DeviceError : public Error {

@@ -11,12 +11,12 @@
 
 namespace fsdp {
 
-// Overrides for the parameters that `matches` accepts; the first group that matches a parameter's dotted name wins. `ndim`
-// is its number of dimensions (biases and norms have 1).
+// Overrides for the parameters that `matches` accepts; the first group that matches a parameter's dotted name wins.
+// `ndim` is its number of dimensions (biases and norms have 1).
 struct ParameterGroup {
   std::function<bool(const std::string& name, std::int64_t ndim)> matches{};
   std::optional<double> weight_decay;
-  double lr_scale = 1.0;               // times the optimizer's lr
+  double lr_scale = 1.0;  // times the optimizer's lr
 };
 using ParameterGroups = std::vector<ParameterGroup>;
 
@@ -42,14 +42,15 @@ struct SGD {
 enum class OnNonFinite { kFail, kSkip };
 
 struct StepOptions {
-  std::optional<double> max_grad_norm;              // 2-norm over all parameters of all ranks; positive
-  OnNonFinite on_non_finite = OnNonFinite::kFail;   // kFail throws on every rank before anything changes, naming the first bad parameter
+  std::optional<double> max_grad_norm;  // 2-norm over all parameters of all ranks; positive
+  OnNonFinite on_non_finite =
+      OnNonFinite::kFail;  // kFail throws on every rank before anything changes, naming the first bad parameter
 };
 
 struct StepResult {
-  double grad_norm = 0;                // before clipping; the same bits on every rank
+  double grad_norm = 0;  // before clipping; the same bits on every rank
   bool skipped = false;
-  std::string first_bad_parameter{};   // empty where all were finite
+  std::string first_bad_parameter{};  // empty where all were finite
 };
 
 class EngineState;
@@ -58,9 +59,10 @@ class EngineState;
 class Optimizer {
  public:
   explicit Optimizer(EngineState& engine) : engine_(&engine) {}
-  // Collective, the one point of a step that is alike on all ranks: finishes pending reductions, clips, updates the shards, clears the
-  // gradients. Parameters that no rank used since the last step are left alone, decay included. Throws CommunicationError,
-  // and InvalidArgument where a parameter's storage, hook or dispatch key is no longer the engine's.
+  // Collective, the one point of a step that is alike on all ranks: finishes pending reductions, clips, updates the
+  // shards, clears the gradients. Parameters that no rank used since the last step are left alone, decay included.
+  // Throws CommunicationError, and InvalidArgument where a parameter's storage, hook or dispatch key is no longer the
+  // engine's.
   StepResult step(const StepOptions& options = {});
   // Drops the gradients accumulated so far. Call on every rank.
   void zero_grad();

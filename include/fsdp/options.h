@@ -5,8 +5,8 @@
 #include <functional>
 #include <string>
 #include <type_traits>
-#include <vector>
 #include <utility>
+#include <vector>
 
 namespace torch::nn {
 class Module;
@@ -19,9 +19,9 @@ enum class Strategy { kFullShard };
 
 // Which sub-modules are units: gathered and freed together. Parameters of no unit form the root unit.
 struct Units {
-  std::function<bool(const std::string& name, const torch::nn::Module&)> predicate{};   // if set, decides alone
-  std::vector<std::string> names{};    // else, if not empty: exactly these; each must exist
-  std::size_t max_bytes = 32u << 20;   // else: the largest sub-modules of at most this many parameter bytes
+  std::function<bool(const std::string& name, const torch::nn::Module&)> predicate{};  // if set, decides alone
+  std::vector<std::string> names{};   // else, if not empty: exactly these; each must exist
+  std::size_t max_bytes = 32u << 20;  // else: the largest sub-modules of at most this many parameter bytes
 };
 
 namespace detail {
@@ -31,17 +31,19 @@ struct ModuleImpl {
 };
 template <class T>
 struct ModuleImpl<T, std::void_t<typename T::ContainedType>> {
-  using type = typename T::ContainedType;   // a holder made by TORCH_MODULE
+  using type = typename T::ContainedType;  // a holder made by TORCH_MODULE
 };
 }  // namespace detail
 
-// Every sub-module of one of these types, holders (`Block`) or implementations (`BlockImpl`). A match inside a match is a unit of its own.
+// Every sub-module of one of these types, holders (`Block`) or implementations (`BlockImpl`). A match inside a match
+// is a unit of its own.
 template <class... Modules>
 Units units() {
   static_assert(sizeof...(Modules) > 0, "name at least one module type: fsdp::units<Block>()");
-  return {.predicate = [](const std::string&, const torch::nn::Module& module) {
-            return ((dynamic_cast<const typename detail::ModuleImpl<Modules>::type*>(&module) != nullptr) || ...);
-          },
+  return {.predicate =
+              [](const std::string&, const torch::nn::Module& module) {
+                return ((dynamic_cast<const typename detail::ModuleImpl<Modules>::type*>(&module) != nullptr) || ...);
+              },
           .names = {}};
 }
 // The largest sub-modules of at most `bytes` parameter bytes each; REQUIRES bytes > 0.
@@ -54,7 +56,8 @@ Units units_named(std::vector<std::string> names);
 struct ShardOptions {
   Units units{};
   Strategy strategy = Strategy::kFullShard;
-  // Units gathered ahead once the timeline is known; 0 = on demand. The arena has prefetch + 2 slots of the largest unit's size.
+  // Units gathered ahead once the timeline is known; 0 = on demand. The arena has prefetch + 2 slots of the largest
+  // unit's size.
   int prefetch = 1;
 };
 

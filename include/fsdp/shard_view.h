@@ -19,13 +19,13 @@ enum class ShardKind : std::uint8_t { kParameter, kGradient, kOptimizer };
 // An empty range (begin == end) is legal: this rank holds nothing of the tensor. A 0-d tensor has shape {} and one
 // element.
 struct ShardView {
-  std::string name;                       // dotted parameter name; optimizer state is "exp_avg.<name>", ...
+  std::string name;  // dotted parameter name; optimizer state is "exp_avg.<name>", ...
   ShardKind kind = ShardKind::kParameter;
   DType dtype = DType::kFloat32;
-  std::vector<std::int64_t> shape;        // of the whole tensor
-  std::vector<std::int64_t> strides;      // in elements; dense and non-overlapping
-  std::int64_t begin = 0, end = 0;        // elements
-  std::byte* data = nullptr;              // (end - begin) * size_of(dtype) bytes; borrowed from the engine
+  std::vector<std::int64_t> shape;    // of the whole tensor
+  std::vector<std::int64_t> strides;  // in elements; dense and non-overlapping
+  std::int64_t begin = 0, end = 0;    // elements
+  std::byte* data = nullptr;          // (end - begin) * size_of(dtype) bytes; borrowed from the engine
 };
 
 }  // namespace fsdp

@@ -35,14 +35,15 @@ struct RunRanksOptions {
   std::string backend = "thread";  // thread | shm: the ranks are threads with either, shm meets and maps as processes do
   std::chrono::milliseconds timeout{60'000};
   FaultPlan faults = {};
-  // If set: called with (rank, record) after each communicator call but ring, abort and check, from the calling thread.
+  // If set: called with (rank, record) after each communicator call but ring, abort and check, from the calling
+  // thread.
   std::function<void(int, const CommunicatorRecord&)> on_record = {};
 };
 
-// Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and the
-// first error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text; any other
-// exception is rethrown as it is. Throws InvalidArgument for a world size that is not in [1, 128], a timeout that is not
-// positive or an unknown backend. Thread ranks share LibTorch's default generator.
+// Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and
+// the first error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text; any
+// other exception is rethrown as it is. Throws InvalidArgument for a world size that is not in [1, 128], a timeout
+// that is not positive or an unknown backend. Thread ranks share LibTorch's default generator.
 void run_ranks(int world_size, const std::function<void(Context)>& body, const RunRanksOptions& options = {});
 
 }  // namespace fsdp

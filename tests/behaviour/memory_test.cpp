@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::int64_t kLayers = 8, kWidth = 256, kBatchPerRank = 4;
 constexpr std::size_t kFloat = 4;
-// A Linear(256, 256): 65536 weights and 256 biases. Both are multiples of 16 elements, and 65792 splits evenly over 1, 2 and 4 ranks.
+// A Linear(256, 256): 65536 weights and 256 biases. Both are multiples of 16 elements, and 65792 splits evenly over 1,
+// 2 and 4 ranks.
 constexpr std::size_t kUnitNumel = kWidth * kWidth + kWidth;
 constexpr std::size_t kModelNumel = kLayers * kUnitNumel;
 
@@ -26,8 +27,8 @@ std::shared_ptr<StackModel> make_stack() {
 
 void run_backward(StackModel& model, const Batch& batch) { model.loss(batch.input, batch.target).backward(); }
 
-// Bytes beyond parameters, gradients and two Adam states that plain LibTorch needs at its peak, with the gradients kept from step
-// to step so that no more than them is alive between steps.
+// Bytes beyond parameters, gradients and two Adam states that plain LibTorch needs at its peak, with the gradients
+// kept from step to step so that no more than them is alive between steps.
 std::size_t plain_activation_bytes(CountingAllocator& allocator) {
   at::set_num_threads(1);
   const std::size_t before = allocator.live_bytes();
@@ -105,7 +106,8 @@ TEST_P(MemoryTest, PeakStaysWithinFivePercentOfTheSumOfItsParts) {
   const std::size_t batches = ranks * 2 * kBatchPerRank * kWidth * kFloat;
   const std::size_t measured = peak - before + segment_bytes - ranks * activations - batches;
   EXPECT_LE(static_cast<double>(measured), 1.05 * static_cast<double>(allowed))
-      << "measured " << measured << ", by hand " << allowed << ", activations of plain LibTorch " << activations << " per rank";
+      << "measured " << measured << ", by hand " << allowed << ", activations of plain LibTorch " << activations
+      << " per rank";
   EXPECT_GE(static_cast<double>(measured), 0.9 * static_cast<double>(allowed)) << "the measurement has lost something";
   // Backward leaves nothing behind but what was there before it: no gradient of a whole unit.
   EXPECT_LT(after_backward, before_backward + kUnitNumel * kFloat / 2);

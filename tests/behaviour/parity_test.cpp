@@ -32,7 +32,8 @@ TEST(ParityBitsTest, OurAdamWEqualsTorchToRounding) {
   training.adamw = true;
   const Trace torch = train_plain(training);
   training.own_kernels = true;
-  // Later steps start from weights that differ by rounding; a zero gradient's rounding becomes a step of lr (a key bias).
+  // Later steps start from weights that differ by rounding; a zero gradient's rounding becomes a step of lr (a key
+  // bias).
   training.steps = 1;
   const Trace ours = train_plain(training);
   training.own_kernels = false;

@@ -1,5 +1,5 @@
-// From the second step on nothing is allocated, and every gather and reduction has the address it had before: read off the
-// records of the communicator.
+// From the second step on nothing is allocated, and every gather and reduction has the address it had before: read off
+// the records of the communicator.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -41,7 +41,8 @@ TEST_P(SteadyStateTest, EveryStepAfterTheSecondRepeatsItsCallsAndAddresses) {
   training.ranks.on_record = [&](int rank, const CommunicatorRecord& record) {
     const std::lock_guard lock(mutex);
     const auto r = static_cast<std::size_t>(rank);
-    calls[r][std::min<std::size_t>(step_of[r], kSteps)][record.operation].push_back({record.operation, record.label, record.output, record.bytes});
+    calls[r][std::min<std::size_t>(step_of[r], kSteps)][record.operation].push_back(
+        {record.operation, record.label, record.output, record.bytes});
   };
   std::mutex building;
   run_ranks(
@@ -78,7 +79,8 @@ TEST_P(SteadyStateTest, EveryStepAfterTheSecondRepeatsItsCallsAndAddresses) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, SteadyStateTest,
-                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Values(0, 1, 2), ::testing::Values("thread", "shm")));
+                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Values(0, 1, 2),
+                                            ::testing::Values("thread", "shm")));
 
 }  // namespace
 }  // namespace fsdp::testing

@@ -53,7 +53,8 @@ TEST(CommunicationStreamTest, KeepsTheFirstFailureAndAbortsTheGroupWithItsText) 
       context.communicator().check();
       FAIL() << "the group was not aborted";
     } catch (const CommunicationError& error) {
-      EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("gather of layers.3"), ::testing::HasSubstr("the wire is cut")));
+      EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("gather of layers.3"),
+                                                 ::testing::HasSubstr("the wire is cut")));
     }
   });
 }

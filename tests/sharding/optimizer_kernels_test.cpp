@@ -28,17 +28,19 @@ std::byte* bytes(std::vector<T>& values) {
 
 struct State {
   std::vector<float> parameter, gradient, first, second;
-  explicit State(std::size_t numel) : parameter(normal(numel, 1)), gradient(normal(numel, 2)), first(normal(numel, 3)), second(numel) {
+  explicit State(std::size_t numel)
+      : parameter(normal(numel, 1)), gradient(normal(numel, 2)), first(normal(numel, 3)), second(numel) {
     for (std::size_t i = 0; i < numel; ++i) second[i] = std::abs(first[i]);
   }
   OptimizerSpan span(std::size_t begin, std::size_t end) {
     const std::size_t offset = begin * sizeof(float);
-    return {DType::kFloat32, bytes(parameter) + offset, bytes(gradient) + offset, bytes(first) + offset, bytes(second) + offset,
-            static_cast<std::int64_t>(end - begin)};
+    return {DType::kFloat32,       bytes(parameter) + offset, bytes(gradient) + offset,
+            bytes(first) + offset, bytes(second) + offset,    static_cast<std::int64_t>(end - begin)};
   }
 };
 
-constexpr AdamWUpdate kAdamW{.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .gradient_scale = 0.5, .step = 7};
+constexpr AdamWUpdate kAdamW{
+    .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .gradient_scale = 0.5, .step = 7};
 
 TEST(OptimizerKernelsTest, AdamWFollowsItsFormula) {
   State state(1001);
@@ -48,7 +50,8 @@ TEST(OptimizerKernelsTest, AdamWFollowsItsFormula) {
     const double g = before.gradient[i] * 0.5;
     const double m = 0.9 * before.first[i] + 0.1 * g, v = 0.95 * before.second[i] + 0.05 * g * g;
     const double expected = before.parameter[i] * (1 - 1e-2 * 0.1) -
-                            1e-2 / (1 - std::pow(0.9, 7)) * m / (std::sqrt(v) / std::sqrt(1 - std::pow(0.95, 7)) + 1e-8);
+                            1e-2 / (1 - std::pow(0.9, 7)) * m /
+                                (std::sqrt(v) / std::sqrt(1 - std::pow(0.95, 7)) + 1e-8);
     EXPECT_NEAR(state.first[i], m, 1e-6 * (1 + std::abs(m)));
     EXPECT_NEAR(state.second[i], v, 1e-6 * (1 + std::abs(v)));
     EXPECT_NEAR(state.parameter[i], expected, 2e-6 * (1 + std::abs(expected)));
@@ -65,7 +68,8 @@ TEST(OptimizerKernelsTest, HasTheSameBitsForAnyCut) {
     State parts(kNumel);
     for (const auto& [begin, end] : {std::pair{std::size_t{0}, cut}, std::pair{cut, kNumel}}) {
       adamw_update(parts.span(begin, end), kAdamW);
-      sgd_update(parts.span(begin, end), {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true, .step = 3});
+      sgd_update(parts.span(begin, end),
+                 {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true, .step = 3});
     }
     EXPECT_EQ(std::memcmp(parts.parameter.data(), whole.parameter.data(), kNumel * sizeof(float)), 0) << cut;
     EXPECT_EQ(std::memcmp(parts.second.data(), whole.second.data(), kNumel * sizeof(float)), 0) << cut;
@@ -87,7 +91,7 @@ TEST(OptimizerKernelsTest, KeepsHalfParametersWithFloatState) {
   std::vector<float> gradient(70, 0.25F), first(70), second(70);
   adamw_update({DType::kBFloat16, bytes(parameter), bytes(gradient), bytes(first), bytes(second), 70},
                {.lr = 0.125, .beta1 = 0.9, .beta2 = 0.999, .eps = 0, .weight_decay = 0, .step = 1});
-  for (const BFloat16 value : parameter) EXPECT_EQ(widen(value), 0.875F);   // one step of lr
+  for (const BFloat16 value : parameter) EXPECT_EQ(widen(value), 0.875F);  // one step of lr
   std::vector<Half> half(5, narrow<Half>(2.0F));
   std::vector<float> ones(5, 1.0F);
   sgd_update({DType::kFloat16, bytes(half), bytes(ones), nullptr, nullptr, 5}, {.lr = 0.5});
@@ -99,7 +103,9 @@ TEST(OptimizerKernelsTest, SumsSquaresOfEveryElement) {
     const std::vector<float> values = normal(numel, 9);
     double expected = 0;
     for (const float value : values) expected += static_cast<double>(value) * value;
-    EXPECT_NEAR(sum_of_squares(reinterpret_cast<const std::byte*>(values.data()), static_cast<std::int64_t>(numel), DType::kFloat32), expected, 1e-12 * (1 + expected));
+    EXPECT_NEAR(sum_of_squares(reinterpret_cast<const std::byte*>(values.data()), static_cast<std::int64_t>(numel),
+                               DType::kFloat32),
+                expected, 1e-12 * (1 + expected));
   }
   const std::vector<double> values{3, 4};
   EXPECT_EQ(sum_of_squares(reinterpret_cast<const std::byte*>(values.data()), 2, DType::kFloat64), 25);
@@ -112,8 +118,8 @@ TEST(OptimizerKernelsTest, ShowsAnElementThatIsNotFinite) {
 }
 
 TEST(HalfTest, RoundsToNearestEvenAndKeepsSpecialValues) {
-  EXPECT_EQ(narrow<BFloat16>(1.00390625F).bits, 0x3f80);   // half way: to even, down
-  EXPECT_EQ(narrow<BFloat16>(1.01171875F).bits, 0x3f82);   // half way: to even, up
+  EXPECT_EQ(narrow<BFloat16>(1.00390625F).bits, 0x3f80);  // half way: to even, down
+  EXPECT_EQ(narrow<BFloat16>(1.01171875F).bits, 0x3f82);  // half way: to even, up
   EXPECT_EQ(widen(narrow<BFloat16>(-INFINITY)), -INFINITY);
   EXPECT_TRUE(std::isnan(widen(narrow<BFloat16>(std::bit_cast<float>(0x7f800001U)))));
   EXPECT_EQ(widen(narrow<Half>(65504.0F)), 65504.0F);

@@ -18,7 +18,8 @@ TEST(ReduceMailboxTest, IsPublishedWhenAllHaveAndDrainedWhenAllHaveRead) {
       mailbox.publish(1, generation, location);
       context.communicator().wait_until([&] { return mailbox.is_published(1, generation); }, "publication");
       EXPECT_FALSE(mailbox.is_published(0, generation));
-      for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(mailbox.location(rank, 1, generation), generation * 100 + static_cast<std::uint64_t>(rank));
+      for (int rank = 0; rank < 3; ++rank)
+        EXPECT_EQ(mailbox.location(rank, 1, generation), generation * 100 + static_cast<std::uint64_t>(rank));
       context.communicator().barrier();
       EXPECT_FALSE(mailbox.is_drained(1, generation));
       context.communicator().barrier();
@@ -31,7 +32,7 @@ TEST(ReduceMailboxTest, IsPublishedWhenAllHaveAndDrainedWhenAllHaveRead) {
 
 // Rank 0 has published unit 0 and waits for its slot, rank 1 unit 1: each lacks the other's.
 TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
-  std::atomic<int> waiting{0}, looked{0};   // not the communicator: a rank in a collective is seen as waiting too
+  std::atomic<int> waiting{0}, looked{0};  // not the communicator: a rank in a collective is seen as waiting too
   const auto until = [](const std::atomic<int>& count, int target) {
     while (count < target) std::this_thread::yield();
   };
@@ -61,7 +62,7 @@ TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
   run_ranks(2, [](const Context& context) {
     ReduceMailbox mailbox(context.communicator(), 1, 3);
     mailbox.publish(0, 1, 0);
-    mailbox.set_waiting(0, 1);   // published by both: the reductions end on their own
+    mailbox.set_waiting(0, 1);  // published by both: the reductions end on their own
     context.communicator().barrier();
     EXPECT_FALSE(mailbox.is_deadlocked());
     context.communicator().barrier();

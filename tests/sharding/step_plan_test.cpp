@@ -15,7 +15,9 @@ void run(StepRecord& record, std::vector<int> units) {
   record.runs.push_back(std::move(units));
 }
 
-void arrive(StepRecord& record, int unit, int parameter = 0) { record.events.push_back({StepEvent::Kind::kArrival, unit, parameter}); }
+void arrive(StepRecord& record, int unit, int parameter = 0) {
+  record.events.push_back({StepEvent::Kind::kArrival, unit, parameter});
+}
 
 // Forward 0 .. n-1, backward n-1 .. 0 with two gradients each: a chain as any deep model is one.
 StepRecord chain(int units) {
@@ -33,10 +35,10 @@ StepRecord chain(int units) {
 std::string check(const StepPlan& plan, int units, int prefetch) {
   std::vector<int> slot_of(static_cast<std::size_t>(units), kNoSlot);
   std::vector<bool> resident(static_cast<std::size_t>(units));
-  std::map<int, int> occupant;   // slot -> unit whose parameters it holds
+  std::map<int, int> occupant;  // slot -> unit whose parameters it holds
   std::vector<std::size_t> round(static_cast<std::size_t>(units));
   std::vector<int> arrivals(static_cast<std::size_t>(units));
-  std::map<int, int> filling;    // slot -> unit whose gradients it takes
+  std::map<int, int> filling;  // slot -> unit whose gradients it takes
   const auto free = [&](std::size_t unit) {
     resident[unit] = false;
     occupant.erase(slot_of[unit]);
@@ -45,12 +47,14 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
     if (event.kind == StepEvent::Kind::kRun) {
       const StepPlan::Run& run = plan.runs[static_cast<std::size_t>(event.index)];
       for (std::size_t unit = 0; unit < resident.size(); ++unit) {
-        if (resident[unit] && std::find(run.keep.begin(), run.keep.end(), static_cast<int>(unit)) == run.keep.end()) free(unit);
+        if (resident[unit] && std::find(run.keep.begin(), run.keep.end(), static_cast<int>(unit)) == run.keep.end())
+          free(unit);
       }
       for (const StepPlan::Gather& gather : run.gathers) {
         const auto unit = static_cast<std::size_t>(gather.unit);
         if (resident[unit]) return "gathers a resident unit";
-        if (gather.slot != kNoSlot && (occupant.count(gather.slot) > 0 || filling.count(gather.slot) > 0)) return "gathers into a slot in use";
+        if (gather.slot != kNoSlot && (occupant.count(gather.slot) > 0 || filling.count(gather.slot) > 0))
+          return "gathers into a slot in use";
         if (gather.slot >= slots_for(prefetch)) return "names a slot that is not there";
         resident[unit] = true;
         slot_of[unit] = gather.slot;
@@ -59,7 +63,8 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
       for (const int unit : run.units) {
         if (!resident[static_cast<std::size_t>(unit)]) return "begins a run without its unit";
       }
-      if (std::count(resident.begin(), resident.end(), true) > std::max<std::ptrdiff_t>(prefetch + 1, static_cast<std::ptrdiff_t>(run.units.size()))) {
+      if (std::count(resident.begin(), resident.end(), true) >
+          std::max<std::ptrdiff_t>(prefetch + 1, static_cast<std::ptrdiff_t>(run.units.size()))) {
         return "keeps more units than the window";
       }
       continue;
@@ -102,6 +107,22 @@ TEST(StepPlanTest, GathersOneUnitAheadAndAlternatesThreeSlots) {
     EXPECT_NE(rounds[0].slot, kNoSlot);
   }
   EXPECT_EQ(check(plan, 3, 1), "");
+}
+
+// docs/training_step.md.
+TEST(StepPlanTest, MatchesTheDrawingOfOneStep) {
+  const StepPlan plan = build_step_plan(chain(4), 4, 1);
+  const std::vector<std::vector<std::pair<int, int>>> gathers{{{0, 0}, {1, 1}}, {{2, 0}}, {{3, 1}}, {},
+                                                              {{1, 2}},         {{0, 1}}, {}};
+  ASSERT_EQ(plan.runs.size(), gathers.size());
+  for (std::size_t run = 0; run < gathers.size(); ++run) {
+    std::vector<std::pair<int, int>> planned;
+    for (const auto& gather : plan.runs[run].gathers) planned.emplace_back(gather.unit, gather.slot);
+    EXPECT_EQ(planned, gathers[run]) << "run " << run;
+  }
+  const std::vector<int> slots{2, 0, 1, 2};
+  for (std::size_t unit = 0; unit < slots.size(); ++unit)
+    EXPECT_EQ(plan.rounds[unit].at(0).slot, slots[unit]) << "unit " << unit;
 }
 
 TEST(StepPlanTest, NeedsNoOverflowForChainsOfAnyLengthAndPrefetch) {
@@ -154,7 +175,8 @@ TEST(StepPlanTest, TakesAnOverflowForAnOperatorThatNeedsMoreUnitsThanFit) {
   StepRecord record;
   run(record, {0, 1, 2, 3, 4});
   const StepPlan plan = build_step_plan(record, 5, 1);
-  const auto overflows = std::count_if(plan.runs[0].gathers.begin(), plan.runs[0].gathers.end(), [](const auto& g) { return g.slot == kNoSlot; });
+  const auto overflows = std::count_if(plan.runs[0].gathers.begin(), plan.runs[0].gathers.end(),
+                                       [](const auto& g) { return g.slot == kNoSlot; });
   EXPECT_EQ(overflows, 5 - slots_for(1));
   EXPECT_EQ(check(plan, 5, 1), "");
 }

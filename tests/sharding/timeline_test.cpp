@@ -68,7 +68,7 @@ TEST(TimelineTest, EndsARoundWhenAllHaveComeOrOneComesAgain) {
 }
 
 TEST(TimelineTest, EndsAPlannedRoundAtItsLastUsedParameter) {
-  Timeline timeline({3}, 1);   // the third parameter is never used
+  Timeline timeline({3}, 1);  // the third parameter is never used
   for (int step = 0; step < 2; ++step) {
     timeline.touch(std::vector{0});
     EXPECT_FALSE(timeline.arrive(0, 0).ends);

@@ -26,18 +26,21 @@ TEST(UnitStateTest, AllowsTheArrowsOfItsTableAndNoOthers) {
   using P = ParameterState;
   constexpr std::array<P, 3> kParameters{P::kSharded, P::kGathering, P::kResident};
   for (std::size_t from = 0; from < 3; ++from) {
-    for (std::size_t to = 0; to < 3; ++to) EXPECT_EQ(refusal(kParameters[from], kParameters[to]).empty(), to == (from + 1) % 3);
+    for (std::size_t to = 0; to < 3; ++to)
+      EXPECT_EQ(refusal(kParameters[from], kParameters[to]).empty(), to == (from + 1) % 3);
   }
   using G = GradientState;
   constexpr std::array<G, 4> kGradients{G::kEmpty, G::kFilling, G::kReducing, G::kReduced};
   for (std::size_t from = 0; from < 4; ++from) {
-    for (std::size_t to = 0; to < 4; ++to) EXPECT_EQ(refusal(kGradients[from], kGradients[to]).empty(), to == (from + 1) % 4);
+    for (std::size_t to = 0; to < 4; ++to)
+      EXPECT_EQ(refusal(kGradients[from], kGradients[to]).empty(), to == (from + 1) % 4);
   }
 }
 
 TEST(UnitStateTest, NamesTheUnitAndBothStates) {
   EXPECT_THAT(refusal(ParameterState::kSharded, ParameterState::kResident),
-              ::testing::AllOf(::testing::HasSubstr("layers.3"), ::testing::HasSubstr("Sharded"), ::testing::HasSubstr("Resident")));
+              ::testing::AllOf(::testing::HasSubstr("layers.3"), ::testing::HasSubstr("Sharded"),
+                               ::testing::HasSubstr("Resident")));
 }
 
 }  // namespace

@@ -27,7 +27,8 @@ class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
-    auto* block = static_cast<std::byte*>(std::aligned_alloc(kHeaderBytes, (bytes + 2 * kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes));
+    auto* block = static_cast<std::byte*>(
+        std::aligned_alloc(kHeaderBytes, (bytes + 2 * kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes));
     if (block == nullptr) throw std::bad_alloc();
     std::memcpy(block, &bytes, sizeof(bytes));
     const std::size_t now = live.fetch_add(bytes) + bytes;
@@ -38,7 +39,9 @@ class Allocator final : public c10::Allocator {
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, std::size_t bytes) const override { std::memcpy(target, source, bytes); }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    std::memcpy(target, source, bytes);
+  }
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Counts the bytes of LibTorch's CPU allocations of this process, live and at their peak. What the engine's segments take is not
-// among them: RunRanksOptions::on_record tells of those.
+// Counts the bytes of LibTorch's CPU allocations of this process, live and at their peak. What the engine's segments
+// take is not among them: RunRanksOptions::on_record tells of those.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class CountingAllocator {
   std::size_t live_bytes() const;
   std::size_t peak_bytes() const;
   void reset_peak();
-  std::size_t allocations() const;     // since install
+  std::size_t allocations() const;  // since install
 };
 
 }  // namespace fsdp::testing

@@ -62,7 +62,8 @@ class TorchOptimizer final : public PlainOptimizer {
 class KernelOptimizer final : public PlainOptimizer {
  public:
   KernelOptimizer(const torch::nn::Module& module, bool adamw) : adamw_(adamw) {
-    for (const auto& [name, p] : distinct_parameters(module)) states_.push_back({p, at::zeros_like(p), at::zeros_like(p)});
+    for (const auto& [name, p] : distinct_parameters(module))
+      states_.push_back({p, at::zeros_like(p), at::zeros_like(p)});
   }
   void step() override {
     const at::NoGradGuard no_grad;
@@ -71,9 +72,11 @@ class KernelOptimizer final : public PlainOptimizer {
       ++s.steps;
       const at::Tensor gradient = s.parameter.grad().contiguous();
       const auto bytes = [](const at::Tensor& t) { return static_cast<std::byte*>(t.mutable_data_ptr()); };
-      const OptimizerSpan span{DType::kFloat32, bytes(s.parameter), bytes(gradient), bytes(s.first), bytes(s.second), s.parameter.numel()};
+      const OptimizerSpan span{DType::kFloat32, bytes(s.parameter), bytes(gradient),
+                               bytes(s.first),  bytes(s.second),    s.parameter.numel()};
       if (adamw_) {
-        adamw_update(span, {.lr = kAdamLr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .step = s.steps});
+        adamw_update(span,
+                     {.lr = kAdamLr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .step = s.steps});
       } else {
         sgd_update(span, {.lr = kSgdLr, .step = s.steps});
       }
@@ -132,7 +135,8 @@ Trace train_rank(const Context& context, const Training& training, const std::sh
   Optimizer optimizer = training.adamw ? engine.optimizer(AdamW{.lr = kAdamLr}) : engine.optimizer(SGD{.lr = kSgdLr});
   Trace trace;
   for (int step = 0; step < training.steps; ++step) {
-    const double loss = context.mean(run_step(training, *model, part_of(training.batch(step), context.rank(), context.world_size())));
+    const double loss = context.mean(
+        run_step(training, *model, part_of(training.batch(step), context.rank(), context.world_size())));
     const Tensors gradients = assemble(context, engine.gradient_views());
     optimizer.step();
     if (!context.is_main()) continue;
@@ -145,7 +149,7 @@ Trace train_rank(const Context& context, const Training& training, const std::sh
 
 Trace train_sharded(const Training& training, int world_size) {
   Trace trace;
-  std::mutex building;   // modules draw from the one default generator
+  std::mutex building;  // modules draw from the one default generator
   run_ranks(
       world_size,
       [&](const Context& context) {
@@ -159,30 +163,36 @@ Trace train_sharded(const Training& training, int world_size) {
   return trace;
 }
 
-void expect_equal(const at::Tensor& actual, const at::Tensor& expected, double absolute, double relative, const std::string& name) {
+void expect_equal(const at::Tensor& actual, const at::Tensor& expected, double absolute, double relative,
+                  const std::string& name) {
   ASSERT_TRUE(actual.defined()) << name;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << name;
   ASSERT_EQ(actual.scalar_type(), expected.scalar_type()) << name;
   if (absolute == 0 && relative == 0) {
-    EXPECT_TRUE(at::equal(actual, expected)) << name << " differs by up to " << (actual - expected).abs().max().item<double>();
+    EXPECT_TRUE(at::equal(actual, expected))
+        << name << " differs by up to " << (actual - expected).abs().max().item<double>();
   } else {
-    EXPECT_TRUE(at::allclose(actual, expected, relative, absolute)) << name << " differs by up to " << (actual - expected).abs().max().item<double>();
+    EXPECT_TRUE(at::allclose(actual, expected, relative, absolute))
+        << name << " differs by up to " << (actual - expected).abs().max().item<double>();
   }
 }
 
 void expect_same(const Trace& actual, const Trace& expected, double absolute, double relative, bool parameters) {
   ASSERT_EQ(actual.losses.size(), expected.losses.size());
   for (std::size_t step = 0; step < expected.losses.size(); ++step) {
-    EXPECT_NEAR(actual.losses[step], expected.losses[step], absolute + relative * std::abs(expected.losses[step])) << "loss of step " << step;
+    EXPECT_NEAR(actual.losses[step], expected.losses[step], absolute + relative * std::abs(expected.losses[step]))
+        << "loss of step " << step;
     ASSERT_EQ(actual.gradients[step].size(), expected.gradients[step].size()) << "step " << step;
     for (const auto& [name, gradient] : expected.gradients[step]) {
       ASSERT_TRUE(actual.gradients[step].count(name)) << name << " has no gradient in step " << step;
-      expect_equal(actual.gradients[step].at(name), gradient, absolute, relative, "gradient of " + name + " in step " + std::to_string(step));
+      expect_equal(actual.gradients[step].at(name), gradient, absolute, relative,
+                   "gradient of " + name + " in step " + std::to_string(step));
     }
   }
   if (!parameters) return;
   ASSERT_EQ(actual.parameters.size(), expected.parameters.size());
-  for (const auto& [name, value] : expected.parameters) expect_equal(actual.parameters.at(name), value, absolute, relative, name);
+  for (const auto& [name, value] : expected.parameters)
+    expect_equal(actual.parameters.at(name), value, absolute, relative, name);
 }
 
 void expect_bit_equal(const Trace& actual, const Trace& expected) { expect_same(actual, expected, 0, 0); }
@@ -205,7 +215,8 @@ Tensors assemble(const Context& context, const std::vector<ShardView>& views) {
     at::Tensor flat = at::zeros({numel}, to_scalar_type(view.dtype));
     auto* bytes = static_cast<std::byte*>(flat.mutable_data_ptr());
     if (view.end > view.begin) {
-      std::memcpy(bytes + static_cast<std::size_t>(view.begin) * size_of(view.dtype), view.data, static_cast<std::size_t>(view.end - view.begin) * size_of(view.dtype));
+      std::memcpy(bytes + static_cast<std::size_t>(view.begin) * size_of(view.dtype), view.data,
+                  static_cast<std::size_t>(view.end - view.begin) * size_of(view.dtype));
     }
     context.communicator().all_reduce(bytes, numel, view.dtype, ReduceOp::kSum);
     tensors[view.name] = flat.as_strided(view.shape, view.strides).clone();

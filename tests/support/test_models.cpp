@@ -22,7 +22,8 @@ BlockImpl::BlockImpl(std::int64_t width, std::int64_t the_heads) : heads(the_hea
 at::Tensor BlockImpl::forward(at::Tensor x) {
   const auto n = x.size(0), time = x.size(1), width = x.size(2);
   const auto parts = qkv(norm1(x)).view({n, time, 3, heads, width / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
-  const at::Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
+  const at::Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0,
+                                                               /*is_causal=*/true);
   x = x + projection(attended.transpose(1, 2).reshape({n, time, width}));
   return x + down(at::gelu(up(norm2(x))));
 }
@@ -31,8 +32,10 @@ MixedModel::MixedModel() : LossModel("MixedModel") {
   embedding_ = register_module("embedding", torch::nn::Embedding(kVocabulary, kWidth));
   blocks_ = register_module("blocks", torch::nn::ModuleList());
   for (int i = 0; i < 3; ++i) blocks_->push_back(Block(kWidth, 3));
-  lstm_ = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(kWidth, kWidth).num_layers(2).batch_first(true)));
-  convolution_ = register_module("convolution", torch::nn::Conv1d(torch::nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
+  lstm_ = register_module("lstm",
+                          torch::nn::LSTM(torch::nn::LSTMOptions(kWidth, kWidth).num_layers(2).batch_first(true)));
+  convolution_ = register_module("convolution",
+                                 torch::nn::Conv1d(torch::nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
   norm_ = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
 }
 
@@ -47,7 +50,8 @@ at::Tensor MixedModel::loss(const at::Tensor& input, const at::Tensor& target) {
 
 Batch MixedModel::batch(std::int64_t size, std::uint64_t seed) {
   auto generator = seeded(seed);
-  return {at::randint(0, kVocabulary, {size, kTime}, generator, at::kLong), at::randint(0, kVocabulary, {size, kTime}, generator, at::kLong)};
+  return {at::randint(0, kVocabulary, {size, kTime}, generator, at::kLong),
+          at::randint(0, kVocabulary, {size, kTime}, generator, at::kLong)};
 }
 
 StackModel::StackModel(std::int64_t count, std::int64_t width) : LossModel("StackModel"), width_(width) {
@@ -60,7 +64,9 @@ at::Tensor StackModel::forward(at::Tensor x) {
   return x;
 }
 
-at::Tensor StackModel::loss(const at::Tensor& input, const at::Tensor& target) { return at::mse_loss(forward(input), target); }
+at::Tensor StackModel::loss(const at::Tensor& input, const at::Tensor& target) {
+  return at::mse_loss(forward(input), target);
+}
 
 Batch StackModel::batch(std::int64_t size, std::uint64_t seed) const {
   auto generator = seeded(seed);
