@@ -45,12 +45,14 @@ double Context::mean(double value) const {
 }
 
 Context init(const InitOptions& options) {
-  require_known_backend(options.backend);
+  const Variables variables = process_variables();
+  const auto from_launcher = variables.find("FSDP_BACKEND");  // `fsdp run --backend`
+  const bool launcher_decides = options.backend == "auto" && from_launcher != variables.end();
+  require_known_backend(launcher_decides ? from_launcher->second : options.backend);
   if (options.timeout.count() <= 0) {
     throw InvalidArgument(
         fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
   }
-  const Variables variables = process_variables();
   const LaunchIdentity self = identify(variables, options.rank, options.world_size);
   require_one_host(self);
   const RendezvousSocket socket = rendezvous_socket(variables, ::geteuid());

@@ -81,7 +81,7 @@ PeerCommunicator::~PeerCommunicator() {
 }
 
 std::uint64_t PeerCommunicator::meet(const Call& call, int status) {
-  group_.throw_if_aborted({call.operation});   // before the half of a meeting that a peer may still read is written over
+  group_.throw_if_aborted({call.operation});  // before the half of a meeting that a peer may still read is written over
   const std::uint64_t meeting = group_.next_meeting();
   RankSlot& slot = group_.control().slot(rank());
   slot.calls[meeting % 2] = call;
@@ -96,12 +96,11 @@ void PeerCommunicator::throw_if_calls_differ(std::uint64_t meeting) {
   for (int peer = 1; peer < world_size(); ++peer) {
     const Call& other = group_.control().slot(peer).calls[meeting % 2];
     if (other == first) continue;
-    const std::string text =
+    throw InvalidArgument(
         fmt::format("collective calls differ: rank 0 is in {}, rank {} in {} (seen on rank {}); every rank must "
                     "make the same calls in the same order",
-                    describe(first), peer, describe(other), rank());
-    group_.abort(text);
-    throw InvalidArgument(text, peer);
+                    describe(first), peer, describe(other), rank()),
+        peer);
   }
 }
 

@@ -29,7 +29,9 @@ class PeerGroup {
   ControlBlock& control() const { return control_; }
 
   // `rank` has come to a meeting that `other` has not. Any thread.
-  bool awaits(int rank, int other) const { return control_.slot(rank).arrived.load() > control_.slot(other).arrived.load(); }
+  bool awaits(int rank, int other) const {
+    return control_.slot(rank).arrived.load() > control_.slot(other).arrived.load();
+  }
   // The number of the coming meeting; it picks the half of slots and staging, see NOTE [Two halves].
   std::uint64_t next_meeting() const { return meetings_ + 1; }
   // Returns when every rank has come to this rank's next meeting. One thread at a time.

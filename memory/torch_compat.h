@@ -12,7 +12,7 @@
 #include <fsdp/dtype.h>
 
 #ifndef FSDP_DISPATCH_KEY
-#define FSDP_DISPATCH_KEY DeferredInit
+#error "FSDP_DISPATCH_KEY is set by cmake/FsdpDispatchKey.cmake, which tries it"
 #endif
 
 namespace fsdp {

@@ -11,14 +11,14 @@ namespace fsdp {
 CommunicationStream::CommunicationStream(Communicator& communicator, std::function<void()> on_progress)
     : communicator_(communicator), on_progress_(std::move(on_progress)), thread_([this] { loop(); }) {}
 
-CommunicationStream::~CommunicationStream() {
+void CommunicationStream::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   enqueued_.notify_all();
   communicator_.ring();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void CommunicationStream::enqueue(Job job) {

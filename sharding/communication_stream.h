@@ -24,7 +24,10 @@ class CommunicationStream {
 
   // `on_progress` is called from the stream's thread after each job, and when one fails.
   CommunicationStream(Communicator& communicator, std::function<void()> on_progress);
-  ~CommunicationStream();  // jobs that have not begun are dropped
+  ~CommunicationStream() { stop(); }
+
+  // Ends the thread after the job it is in; jobs that have not begun are dropped. What the jobs use may go after this.
+  void stop();
 
   void enqueue(Job job);
   // True when every job enqueued so far has run, or one has failed.

@@ -52,6 +52,7 @@ EngineState::~EngineState() {
   } catch (...) {
     // A peer is gone or an operator still runs; the storages are given up all the same.
   }
+  core_.stream.stop();  // its jobs use the pager and the reducer
   core_.model.release();
 }
 
@@ -121,10 +122,11 @@ void EngineState::release(const OperatorUse& use, bool completed) {
   struct Unpin {
     EngineState& engine;
     const std::vector<int>& units;
-    bool discard;
+    bool wrote;
     ~Unpin() {
       const std::lock_guard lock(engine.core_.mutex);
-      engine.pager_.release(units, discard);
+      engine.pager_.release(units, /*discard=*/wrote);
+      if (wrote) engine.identity_checked_ = false;  // an out= operator resizes what it writes
     }
   } const unpin{*this, units, use.writes};
   if (use.writes && completed) guarded(use.name, [&] { write_back(use); });

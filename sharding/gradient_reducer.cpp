@@ -295,7 +295,10 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
   flush_pending();
   std::uint64_t overflow_slots = 0;
   const std::vector<std::uint64_t> generations = agree(lock, operation, used_here, overflow_slots);
-  if (overflow_slots > 0) overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
+  if (overflow_slots > 0) {
+    overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
+    core_.communicator().barrier();  // a peer's stream may read what is published next, so it must have its handle
+  }
   overflow_offset_ = 0;
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)
     publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);

@@ -14,32 +14,44 @@
 namespace fsdp {
 namespace {
 
-void check_shardable(const NamedParameter& parameter, const std::unordered_map<const void*, std::string>& storages) {
-  const at::Tensor& tensor = parameter.tensor;
-  const auto refuse = [&](const std::string& found, const std::string& remedy) {
-    throw InvalidArgument(fmt::format("fsdp::shard: parameter {} {}; {}", parameter.name, found, remedy));
-  };
-  if (tensor.layout() != at::kStrided)
-    refuse("is not a strided tensor", "sparse parameters are not supported: use a dense one");
-  if (!tensor.device().is_cpu())
-    refuse(fmt::format("is on {}", tensor.device().str()), "expected the CPU: this build has no other device");
-  if (carries_touch_key(tensor)) refuse("is sharded already", "one engine holds a module's parameters");
-  if (!tensor.is_non_overlapping_and_dense())
-    refuse("overlaps itself or has holes", "give the module a contiguous() copy");
-  if (const std::string& owner = storages.at(tensor.storage().unsafeGetStorageImpl()); owner != parameter.name) {
-    refuse(fmt::format("shares its storage with parameter {}", owner),
+[[noreturn]] void refuse(const NamedParameter& parameter, const std::string& found, const std::string& remedy) {
+  throw InvalidArgument(fmt::format("fsdp::shard: parameter {} {}; {}", parameter.name, found, remedy));
+}
+
+// Two parameters that are views of one storage would both be told of a third that holds it, so this comes first.
+void check_own_storage(const NamedParameter& parameter, std::unordered_map<const void*, std::string>& storages) {
+  if (!parameter.tensor.has_storage()) return;
+  if (carries_touch_key(parameter.tensor)) {
+    refuse(parameter, "is sharded already", "one engine holds a module's parameters");
+  }
+  const auto [owner, is_new] = storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
+  if (!is_new) {
+    refuse(parameter, fmt::format("shares its storage with parameter {}", owner->second),
            "tie parameters by registering the same tensor twice, not by a view of it");
   }
+}
+
+void check_shardable(const NamedParameter& parameter) {
+  const at::Tensor& tensor = parameter.tensor;
+  if (tensor.layout() != at::kStrided)
+    refuse(parameter, "is not a strided tensor", "sparse parameters are not supported: use a dense one");
+  if (!tensor.device().is_cpu())
+    refuse(parameter, fmt::format("is on {}", tensor.device().str()),
+           "expected the CPU: this build has no other device");
+  if (!tensor.is_non_overlapping_and_dense())
+    refuse(parameter, "overlaps itself or has holes", "give the module a contiguous() copy");
   if (tensor.storage().use_count() != 1) {
-    refuse("shares its storage with a tensor outside the module (a view or detached copy that is still held)",
+    refuse(parameter,
+           "shares its storage with a tensor outside the module (a view or detached copy that is still held)",
            "drop that tensor before fsdp::shard, or give the module a clone()");
   }
-  if (tensor.requires_grad() && !tensor.is_leaf()) refuse("is not a leaf of the graph", "register a detached tensor");
-  if (tensor.grad().defined()) refuse("has a gradient already", "call zero_grad() before fsdp::shard");
+  if (tensor.requires_grad() && !tensor.is_leaf())
+    refuse(parameter, "is not a leaf of the graph", "register a detached tensor");
+  if (tensor.grad().defined()) refuse(parameter, "has a gradient already", "call zero_grad() before fsdp::shard");
   if (tensor.is_complex() || tensor.is_quantized())
-    refuse(fmt::format("is {}", c10::toString(tensor.scalar_type())), "keep such a tensor as a buffer");
+    refuse(parameter, fmt::format("is {}", c10::toString(tensor.scalar_type())), "keep such a tensor as a buffer");
   if (tensor.requires_grad() && installed_gradient_hook(tensor) != nullptr) {
-    refuse("has a post-accumulate-grad hook already",
+    refuse(parameter, "has a post-accumulate-grad hook already",
            "a tensor has room for one and the engine needs it: remove it before fsdp::shard");
   }
 }
@@ -49,13 +61,10 @@ void check_shardable(const NamedParameter& parameter, const std::unordered_map<c
 ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communicator, StorageOwner* owner) {
   std::unordered_map<const void*, std::string> storages;
   for (const CutUnit& unit : cut) {
-    for (const NamedParameter& parameter : unit.parameters) {
-      if (parameter.tensor.has_storage())
-        storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
-    }
+    for (const NamedParameter& parameter : unit.parameters) check_own_storage(parameter, storages);
   }
   for (const CutUnit& unit : cut) {
-    for (const NamedParameter& parameter : unit.parameters) check_shardable(parameter, storages);
+    for (const NamedParameter& parameter : unit.parameters) check_shardable(parameter);
   }
   for (CutUnit& unit : cut) add_unit(std::move(unit));
   lay_out(communicator.world_size(), communicator.rank());

@@ -10,7 +10,7 @@
 namespace fsdp {
 
 struct InitOptions {
-  std::string backend = "auto";  // auto | shm; auto on one host is shm. (thread: see testing.h)
+  std::string backend = "auto";  // auto (FSDP_BACKEND, else shm) or shm; thread ranks: see testing.h
   int rank = -1,
       world_size = -1;  // -1 = from the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), else 0 and 1
   std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive

@@ -158,6 +158,10 @@ TEST(FaultInShardTest, EndsEveryRank) {
 TEST(FaultInAWriteTest, EndsEveryRankNamingTheOperator) {
   for (const int position : {0, 1}) {  // before and after the write
     std::vector<std::string> texts(2);
+    const Fault fault{.kind = Fault::Kind::kThrow,
+                      .operation = "barrier",
+                      .rank = kFaultyRank,
+                      .after = calls_of_shard("barrier") + position};
     run_ranks(
         2,
         [&](const Context& context) {
@@ -167,8 +171,7 @@ TEST(FaultInAWriteTest, EndsEveryRankNamingTheOperator) {
           texts[static_cast<std::size_t>(context.rank())] = text_of<CommunicationError>([&] { model->w.fill_(1); });
           EXPECT_NE(error_text([&] { model->w.sum(); }), "");
         },
-        {.timeout = kTimeout,
-         .faults = {{.kind = Fault::Kind::kThrow, .operation = "barrier", .rank = kFaultyRank, .after = 6 + position}}});
+        {.timeout = kTimeout, .faults = {fault}});
     EXPECT_THAT(texts[0], AllOf(HasSubstr("injected fault in barrier"), HasSubstr("aten::fill_"), HasSubstr("rank 1")));
     EXPECT_THAT(texts[1], AllOf(HasSubstr("injected fault in barrier"), HasSubstr("rank 1")));
   }

@@ -88,6 +88,15 @@ TEST_P(RankOrderTest, EndsWithTheMeanOverAllRanks) {
   }
 }
 
+// All experts in one unit: a rank's buffer then holds gradients of some of its parameters, and zeros for the others.
+TEST_P(RankOrderTest, EndsWithTheMeanWhereAUnitIsUsedInParts) {
+  for (const int world_size : {2, 3}) {
+    Training training = expert_training(GetParam(), world_size);
+    training.options.units = units_named({"experts", "head"});
+    expect_same(train_sharded(training, world_size), train_plain(training));
+  }
+}
+
 // A rank that lags at every gather or reduction meets buffers that others have long left.
 TEST_P(RankOrderTest, IsTheSameWhenOneRankLags) {
   Training training = expert_training(GetParam(), 3);

@@ -192,6 +192,20 @@ TYPED_TEST(StructureTest, EqualsPlainLibTorchHoweverTheUnitsAreCut) {
   }
 }
 
+// What autograd adds to a gradient that is there already has any strides, those of an expanded scalar included.
+TYPED_TEST(StructureTest, AccumulatesOverTwoBackwards) {
+  Training training = training_of<TypeParam>(units<Linear>());
+  training.steps = 3;
+  training.run_step = [](LossModel& model, const Batch& batch) {
+    const at::Tensor first = model.loss(batch.input, batch.target), second = model.loss(batch.target, batch.input);
+    first.backward();
+    second.backward();
+    return (first + second).item<double>();
+  };
+  const Trace plain = train_plain(training);
+  for (const int world_size : {1, 2, 3}) expect_same(train_sharded(training, world_size), plain);
+}
+
 TYPED_TEST(StructureTest, GivesTheSameBitsAtAnyPrefetch) {
   Training training = training_of<TypeParam>(units<Linear>());
   training.options.prefetch = 0;

@@ -1,4 +1,4 @@
-// Several engines in one process: each has its own units, arena and gradients, and an operator may use parameters of both.
+// Several engines in one process: each has its own units, arena and gradients; an operator may use parameters of both.
 #include <mutex>
 
 #include <gtest/gtest.h>

@@ -1,6 +1,8 @@
 // Gradients that come out wrong without an error: accumulation, the step itself, and graphs that overlap.
 #include <gtest/gtest.h>
 
+#include <ostream>
+
 #include <ATen/ATen.h>
 
 #include "tests/cases/case_support.h"
@@ -125,6 +127,7 @@ struct Order {
   const char* name;
   std::vector<int> events;
 };
+void PrintTo(const Order& value, std::ostream* stream) { *stream << value.name; }
 
 class C07ForwardsBeforeBackwards : public ::testing::TestWithParam<Order> {};
 

@@ -2,6 +2,8 @@
 // after.
 #include <gtest/gtest.h>
 
+#include <ostream>
+
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
@@ -19,6 +21,7 @@ struct Kind {
   Units units;
   std::function<Batch(int)> batch;
 };
+void PrintTo(const Kind& value, std::ostream* stream) { *stream << value.name; }
 
 Kind stack() {
   return {"Stack", seeded<StackModel>(5, 13), units<Linear>(),

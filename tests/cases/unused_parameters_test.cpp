@@ -1,6 +1,8 @@
 // Steps that use a part of the model only: what is unused is left alone, and never stays gathered.
 #include <gtest/gtest.h>
 
+#include <ostream>
+
 #include <ATen/ATen.h>
 
 #include "tests/cases/case_support.h"
@@ -38,6 +40,7 @@ struct Turns {
   const char* name;
   std::vector<std::size_t> of_step;
 };
+void PrintTo(const Turns& value, std::ostream* stream) { *stream << value.name; }
 
 class C19EncodersInTurn : public ::testing::TestWithParam<Turns> {};
 

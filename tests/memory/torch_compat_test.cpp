@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <fsdp/error.h>
 
@@ -128,13 +129,20 @@ TEST(GradientHookTest, RunsAfterEachAccumulationUntilItIsRemoved) {
   EXPECT_EQ(hook.use_count(), 1);
 }
 
-TEST(GradientHookTest, HasItsTensorsOnlySlot) {
+struct ForeignHook final : torch::autograd::PostAccumulateGradHook {
+  void operator()(const torch::autograd::Variable&) override {}
+};
+
+// A tensor has one slot, so a hook of the user's takes ours away; its identity tells.
+TEST(GradientHookTest, ThatIsReplacedIsFoundByItsIdentity) {
   const at::Tensor w = at::ones({3}).requires_grad_(true);
-  const auto first = std::make_shared<CountingHook>(), second = std::make_shared<CountingHook>();
-  const void* identity = install_gradient_hook(w, first);
-  EXPECT_THROW(install_gradient_hook(w, second), InvalidArgument);
-  EXPECT_EQ(installed_gradient_hook(w), identity);
-  EXPECT_EQ(second.use_count(), 1);
+  const auto hook = std::make_shared<CountingHook>();
+  const void* identity = install_gradient_hook(w, hook);
+  torch::autograd::impl::set_post_acc_grad_hooks(w, std::make_unique<ForeignHook>());
+  EXPECT_NE(installed_gradient_hook(w), identity);
+  (w * 2).sum().backward();
+  EXPECT_EQ(hook->calls, 0);
+  EXPECT_EQ(hook.use_count(), 1);
 }
 
 }  // namespace
