@@ -144,7 +144,7 @@ void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<st
   std::size_t done = 0;
   do {
     const std::size_t bytes = std::min(kStagingBytes, input.size() - done);
-    if (bytes != 0) std::memcpy(own_staging(), input.data() + done, bytes);
+    if (bytes != 0) std::memcpy(own_staging(Operation::kAllGather), input.data() + done, bytes);
     const std::uint64_t meeting = meet({Operation::kAllGather, 0, input.size()});
     for (int peer = 0; peer < world_size(); ++peer) {
       if (peer != rank()) stream_copy(part(peer) + done, staging(peer, meeting), bytes);
@@ -163,7 +163,7 @@ void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
     const std::int64_t chunk = std::min(chunk_numel, numel - done);
     const std::size_t bytes = bytes_of(chunk, dtype);
     for (int share = 0; share < world_size() && bytes != 0; ++share) {
-      std::memcpy(own_staging() + static_cast<std::size_t>(share) * bytes,
+      std::memcpy(own_staging(Operation::kReduceScatter) + static_cast<std::size_t>(share) * bytes,
                   input + bytes_of(share * numel + done, dtype), bytes);
     }
     const std::uint64_t meeting = meet(call);
@@ -190,13 +190,13 @@ void PeerCommunicator::all_reduce(std::byte* data, std::int64_t numel, DType dty
 // Each rank folds its slice of the chunk and publishes the result in the half of the second meeting.
 void PeerCommunicator::fold_chunk(const Call& call, std::byte* data, std::int64_t numel, ReduceOp op, DType dtype) {
   const auto begin_of = [&](int slice) { return numel * slice / world_size(); };
-  if (numel != 0) std::memcpy(own_staging(), data, bytes_of(numel, dtype));
+  if (numel != 0) std::memcpy(own_staging(call.operation), data, bytes_of(numel, dtype));
   const std::uint64_t gathered = meet(call);
   std::vector<const std::byte*> inputs;
   for (int peer = 0; peer < world_size(); ++peer)
     inputs.push_back(staging(peer, gathered) + bytes_of(begin_of(rank()), dtype));
-  ordered_fold(
-      {inputs, begin_of(rank() + 1) - begin_of(rank()), dtype, op, own_staging() + bytes_of(begin_of(rank()), dtype)});
+  ordered_fold({inputs, begin_of(rank() + 1) - begin_of(rank()), dtype, op,
+                own_staging(call.operation) + bytes_of(begin_of(rank()), dtype)});
   const std::uint64_t folded = meet(call);
   for (int peer = 0; peer < world_size(); ++peer) {
     const std::size_t begin = bytes_of(begin_of(peer), dtype), end = bytes_of(begin_of(peer + 1), dtype);
@@ -210,7 +210,7 @@ void PeerCommunicator::broadcast(std::span<std::byte> data, int root) {
   std::size_t done = 0;
   do {
     const std::size_t bytes = std::min(kStagingBytes, data.size() - done);
-    if (rank() == root && bytes != 0) std::memcpy(own_staging(), data.data() + done, bytes);
+    if (rank() == root && bytes != 0) std::memcpy(own_staging(Operation::kBroadcast), data.data() + done, bytes);
     const std::uint64_t meeting = meet({Operation::kBroadcast, static_cast<std::uint32_t>(root), data.size()});
     if (rank() != root) stream_copy(data.data() + done, staging(root, meeting), bytes);
     done += bytes;

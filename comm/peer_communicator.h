@@ -50,8 +50,8 @@ class PeerCommunicator final : public Communicator {
   std::uint64_t meet(const Call& call, int status = 0);
   // Where the coming meeting's data goes. After a failed meeting a peer may still read the one before it, whose half this would be, so
   // an abort is looked for before anything is written.
-  std::byte* own_staging() {
-    group_.throw_if_aborted({});
+  std::byte* own_staging(Operation operation) {
+    group_.throw_if_aborted({operation});
     return group_.control().staging(rank(), group_.next_meeting());
   }
   const std::byte* staging(int peer, std::uint64_t meeting) { return group_.control().staging(peer, meeting); }

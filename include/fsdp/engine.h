@@ -5,6 +5,10 @@
 // and the other collectives are called by one thread at a time, in the same order on every rank. Gathers and
 // reductions run on the engine's own thread.
 //
+// Writes. An operator that writes a parameter (torch::nn::init, copy_, Embedding with max_norm) is collective: every
+// rank runs it. Of each element the owner's new value counts, or, where it changed nothing, that of the lowest rank
+// that did.
+//
 // What is refused, by name and on the spot: set_ and resize_ of a parameter, torch::load and Module::to after shard()
 // (found at the next step's start), a replaced gradient hook, sparse gradients, raw reads of a parameter that is not
 // resident, and reads of a sharded gradient.

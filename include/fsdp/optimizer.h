@@ -64,7 +64,9 @@ class Optimizer {
   // Throws CommunicationError, and InvalidArgument where a parameter's storage, hook or dispatch key is no longer the
   // engine's.
   StepResult step(const StepOptions& options = {});
-  // Drops the gradients accumulated so far. Call on every rank.
+  // Drops the gradients accumulated so far. Collective. torch::nn::Module::zero_grad works too, if every rank calls
+  // it; unlike in plain LibTorch a parameter that is zeroed in place and gets no new gradient counts as unused: the
+  // step leaves it alone.
   void zero_grad();
   void set_lr(double lr);
   double lr() const;
