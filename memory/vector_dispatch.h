@@ -1,6 +1,6 @@
 // One source loop, compiled for three x86-64 levels, the best one chosen at load time. Files that use it are built
 // with -O3 -ffp-contract=off, so every level gives the same bits (NOTE [Same bits on every level],
-// memory/CMakeLists.txt).
+// sharding/CMakeLists.txt).
 #pragma once
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)

@@ -17,7 +17,7 @@ namespace fsdp {
 class CommunicationStream {
  public:
   struct Job {
-    std::function<bool()> ready;  // reads atomics only; called often, from the stream's thread
+    std::function<bool()> ready;  // reads atomics and what the job owns; called often, by the stream
     std::function<void()> run;
     std::string what;  // for errors: "gather of layers.3"
   };

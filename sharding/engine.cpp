@@ -26,6 +26,8 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units)
       mix(static_cast<std::uint64_t>(p.tensor.scalar_type()) * 2 +
           static_cast<std::uint64_t>(p.tensor.requires_grad()));
       for (const std::int64_t size : p.tensor.sizes()) mix(static_cast<std::uint64_t>(size));
+      for (const std::int64_t stride : p.tensor.strides()) mix(static_cast<std::uint64_t>(stride));
+      for (const std::string& name : p.tied_names) mix(std::hash<std::string>()(name));
       ++own.parameters;
       own.numel += p.tensor.numel();
     }

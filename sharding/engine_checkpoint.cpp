@@ -16,7 +16,6 @@ namespace fsdp {
 namespace {
 
 constexpr const char* kRandomState = "rng";
-constexpr const char* kStep = "step";
 std::string step_scalar(const std::string& parameter) { return "optimizer_step." + parameter; }
 
 std::vector<std::byte> random_state() {
@@ -62,10 +61,9 @@ void EngineState::save(const std::filesystem::path& dir) {
     CheckpointContent content;
     content.step = core_.step;
     content.views = shard_views();
-    content.scalars[kStep] = core_.step;
+    content.tied = core_.model.tied_names();
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
-      for (const std::string& name : p.tied_names) content.tied[name] = p.name;
       if (optimizer_ != nullptr && p.trainable_index >= 0)
         content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
     }
@@ -123,16 +121,14 @@ void EngineState::consolidate(const std::filesystem::path& file) {
     together(core_.communicator(), [&] {
       if (!context().is_main()) return;
       std::vector<TensorInfo> tensors;
-      std::map<std::string, std::string> tied;
       std::map<std::string, const ShardedParameter*> by_name;
       for (const ShardedParameter& p : core_.model.parameters) {
         tensors.push_back({p.name, p.dtype, p.tensor.sizes().vec()});
         by_name[p.name] = &p;
-        for (const std::string& name : p.tied_names) tied[name] = p.name;
       }
-      write_consolidated(file, tensors, tied, [&](const TensorInfo& info, std::span<std::byte> bytes) {
-        fetch(*by_name.at(info.name), bytes);
-      });
+      write_consolidated(
+          file, tensors, core_.model.tied_names(),
+          [&](const TensorInfo& info, std::span<std::byte> bytes) { fetch(*by_name.at(info.name), bytes); });
     });
   });
 }
@@ -142,11 +138,7 @@ void EngineState::load_consolidated(const std::filesystem::path& file) {
     drop_resident("Engine::load_consolidated");
     std::vector<ShardView> views = shard_views();
     std::erase_if(views, [](const ShardView& view) { return view.kind != ShardKind::kParameter; });
-    std::map<std::string, std::string> tied;
-    for (const ShardedParameter& p : core_.model.parameters) {
-      for (const std::string& name : p.tied_names) tied[name] = p.name;
-    }
-    together(core_.communicator(), [&] { read_consolidated(file, views, tied); });
+    together(core_.communicator(), [&] { read_consolidated(file, views, core_.model.tied_names()); });
   });
 }
 
@@ -155,6 +147,7 @@ void EngineState::drop_resident(std::string_view operation) {
   pager_.free_all(lock);
   settle(lock, operation);
   end_step(/*updated=*/false);
+  for (const ShardedParameter& p : core_.model.parameters) bump_version(p.tensor);  // kept graphs saved other values
 }
 
 }  // namespace fsdp

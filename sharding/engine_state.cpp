@@ -1,7 +1,6 @@
 #include "sharding/engine_state.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include <ATen/Parallel.h>
@@ -15,7 +14,7 @@
 namespace fsdp {
 namespace {
 
-// The post-accumulate hook of all parameters of one engine; outlives it where a backward is in flight.
+// The post-accumulate hook of all parameters of one engine, which removes it when it goes.
 class EngineHook final : public GradientHook {
  public:
   explicit EngineHook(EngineState& engine) : engine_(engine) {}
@@ -34,11 +33,10 @@ EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Modu
       core_(context, std::move(units), options.prefetch, this),
       pager_(core_),
       reducer_(core_, pager_),
-      hook_(std::make_shared<EngineHook>(*this)),
       gradients_(core_.model.parameters.size()) {
   try {
     broadcast_parameters();
-    core_.model.take_over(hook_);
+    core_.model.take_over(std::make_shared<EngineHook>(*this));
   } catch (...) {
     core_.model.release();  // no tensor may keep a storage whose owner is gone
     throw;
@@ -374,7 +372,7 @@ MemoryReport EngineState::memory() {
           .communication_bytes = core_.mailbox.bytes(),
           .resident_bytes = pager_.resident_bytes(),
           .held_gradient_bytes = reducer_.held_bytes(),
-          .peak_overflow_bytes = pager_.peak_overflow_bytes(),
+          .peak_overflow_bytes = std::max(pager_.peak_overflow_bytes(), reducer_.peak_overflow_bytes()),
           .overflows = pager_.overflows() + reducer_.held_rounds()};
 }
 

@@ -93,7 +93,6 @@ class EngineState final : public StorageOwner {
   Pager pager_;
   GradientReducer reducer_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
-  std::shared_ptr<GradientHook> hook_;
   std::vector<GradientSlot> gradients_;  // by parameter
   bool identity_checked_ = false;        // since the last step
 };

@@ -32,9 +32,25 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
   if (restarts) round.restarts.push_back(parameter);
   if (arrived.ends) {
     end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
-  } else if (arrived.packs && (round.slot != kNoSlot || find_slot(lock, round, arrived.slot))) {
-    pack_held(round, core_.slots.data(round.slot));
+  } else if (arrived.packs) {
+    open_slot(lock, p.unit, arrived.slot);
   }
+}
+
+// Gives a unit's open round a slot and packs what it holds.
+void GradientReducer::open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot) {
+  const auto& open = units_[static_cast<std::size_t>(unit)].open;
+  if (open->slot == kNoSlot) {
+    const int slot = find_slot(lock, unit, planned_slot);
+    if (slot == kNoSlot) return;
+    // The wait let other threads in: a second backward may have opened or ended the round.
+    if (open == nullptr || open->slot != kNoSlot) {
+      core_.slots.give_back(slot);
+      return;
+    }
+    open->slot = slot;
+  }
+  pack_held(*open, core_.slots.data(open->slot));
 }
 
 GradientReducer::Round& GradientReducer::open_round(int unit) {
@@ -54,7 +70,8 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   std::unique_ptr<Round> round = std::move(rounds.open);
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
-  if (rounds.pending == 0 && (round->slot != kNoSlot || find_slot(lock, *round, planned_slot))) {
+  if (rounds.pending == 0 && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot);
+  if (rounds.pending == 0 && round->slot != kNoSlot) {
     publish(std::move(round));
     return;
   }
@@ -63,10 +80,11 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
   pending_.push_back(std::move(round));
 }
 
-bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot) {
+// A slot taken for a unit's gradients, or kNoSlot.
+int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot) {
   const int slot = planned_slot != kNoSlot && core_.slots.is_free(planned_slot) ? planned_slot
                                                                                 : core_.slots.find_free();
-  if (slot == kNoSlot) return false;
+  if (slot == kNoSlot) return kNoSlot;
   core_.slots.take(slot);
   if (!core_.slots.is_drained(slot)) {
     const Slots::Drain drain = core_.slots.drain_of(slot);
@@ -74,16 +92,13 @@ bool GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, Round& round
     lock.unlock();
     core_.communicator().wait_until(
         [&, began = std::chrono::steady_clock::now()] { return core_.wait_is_over(slot, began); },
-        core_.describe("the buffer for gradients", round.unit));
+        core_.describe("the buffer for gradients", unit));
     lock.lock();
     core_.mailbox.set_running();
   }
-  if (!core_.slots.is_drained(slot)) {
-    core_.slots.give_back(slot);
-    return false;
-  }
-  round.slot = slot;
-  return true;
+  if (core_.slots.is_drained(slot)) return slot;
+  core_.slots.give_back(slot);
+  return kNoSlot;
 }
 
 void GradientReducer::flush_pending() {
@@ -112,7 +127,8 @@ void GradientReducer::pack_held(Round& round, std::byte* buffer) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
     const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
     std::byte* target = buffer + group.slot_offset + static_cast<std::size_t>(offset) * size_of(group.dtype);
-    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == p.tensor.scalar_type()) {
+    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == p.tensor.scalar_type() &&
+        !gradient.is_neg()) {
       std::memcpy(target, gradient.const_data_ptr(), gradient.nbytes());
     } else {
       make_plain_view(target, p.tensor).copy_(gradient);
@@ -170,7 +186,7 @@ void GradientReducer::publish_absent(int unit) {
   auto round = std::make_shared<Round>();
   round->unit = unit;
   begin_generation(*round);
-  round->state = GradientState::kReducing;  // a round without gradients has nothing to fill
+  move_to(round->state, GradientState::kReducing, core_.unit_name(unit));
   core_.mailbox.publish(unit, round->generation, ReduceMailbox::kAbsent);
   enqueue_reduction(std::move(round));
 }
@@ -289,7 +305,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
                              const std::vector<bool>& used_here) {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     if (units_[static_cast<std::size_t>(unit)].open == nullptr) continue;
-    core_.timeline.leave_plan();
+    core_.timeline.cut_round(unit);
     end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
   }
   flush_pending();
@@ -297,6 +313,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
   const std::vector<std::uint64_t> generations = agree(lock, operation, used_here, overflow_slots);
   if (overflow_slots > 0) {
     overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
+    peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_->bytes());
     core_.communicator().barrier();  // a peer's stream may read what is published next, so it must have its handle
   }
   overflow_offset_ = 0;

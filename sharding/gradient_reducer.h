@@ -24,7 +24,7 @@ class GradientReducer {
  public:
   GradientReducer(EngineCore& core, Pager& pager);
 
-  // Both REQUIRE the lock on core.mutex. take: the gradient of a trainable parameter; `restarts` if the user has
+  // REQUIRES the lock on core.mutex. The gradient of a trainable parameter; `restarts` if the user has
   // cleared what had accumulated.
   void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts);
 
@@ -37,6 +37,7 @@ class GradientReducer {
 
   std::size_t held_bytes() const { return held_bytes_; }
   std::int64_t held_rounds() const { return held_rounds_; }
+  std::size_t peak_overflow_bytes() const { return peak_overflow_bytes_; }
 
  private:
   struct Round {
@@ -59,7 +60,8 @@ class GradientReducer {
 
   Round& open_round(int unit);
   void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
-  bool find_slot(std::unique_lock<std::mutex>& lock, Round& round, int planned_slot);
+  void open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
+  int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   void flush_pending();
   void pack_held(Round& round, std::byte* buffer);
   void zero_missing(const Round& round, std::byte* buffer) const;
@@ -85,7 +87,7 @@ class GradientReducer {
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
-  std::size_t held_bytes_ = 0;
+  std::size_t held_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t held_rounds_ = 0;
 };
 

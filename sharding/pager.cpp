@@ -33,20 +33,23 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
   } else {
     touch_evaluation(units);
   }
-  for (const int unit : units) {
-    Residency& residency = at(unit);
-    residency.drop = false;
-    if (residency.state == ParameterState::kSharded) start_gather(unit, kNoSlot);
-    ++residency.pins;
-  }
+  std::size_t pinned = 0;
   try {
+    for (const int unit : units) {
+      Residency& residency = at(unit);
+      // A resident unit that is to be dropped holds what a write left there; the shards decide.
+      if (residency.state != ParameterState::kResident) residency.drop = false;
+      if (residency.state == ParameterState::kSharded) start_gather(unit, kNoSlot);
+      ++residency.pins;
+      ++pinned;
+    }
     core_.wait(lock, [&] {
       say_what_is_awaited(units);
       return std::all_of(units.begin(), units.end(),
                          [&](int unit) { return at(unit).state == ParameterState::kResident; });
     });
   } catch (...) {
-    for (const int unit : units) --at(unit).pins;
+    for (const int unit : units.first(pinned)) --at(unit).pins;
     throw;
   }
 }
@@ -137,15 +140,16 @@ void Pager::free_all(std::unique_lock<std::mutex>& lock) {
 
 void Pager::start_gather(int unit, int slot) {
   Residency& residency = at(unit);
-  move_to(residency.state, ParameterState::kGathering, core_.unit_name(unit));
-  residency.drop = false;
   if (slot == kNoSlot || !core_.slots.is_free(slot)) slot = core_.slots.find_free();
-  residency.slot = slot;
-  if (slot != kNoSlot) core_.slots.take(slot);
+  // Enqueued first: it may throw, and cannot run before this thread lets go of the mutex.
   const auto began = std::chrono::steady_clock::now();
   core_.stream.enqueue({.ready = [this, slot, began] { return slot == kNoSlot || core_.wait_is_over(slot, began); },
                         .run = [this, unit] { run_gather(unit); },
                         .what = core_.describe("gather", unit)});
+  move_to(residency.state, ParameterState::kGathering, core_.unit_name(unit));
+  residency.drop = false;
+  residency.slot = slot;
+  if (slot != kNoSlot) core_.slots.take(slot);
 }
 
 void Pager::run_gather(int unit) {
@@ -205,10 +209,6 @@ std::byte* Pager::take_overflow(int unit) {
   const auto address = reinterpret_cast<std::uintptr_t>(residency.overflow.get());
   return residency.overflow.get() +
          (kParameterAlignmentBytes - address % kParameterAlignmentBytes) % kParameterAlignmentBytes;
-}
-
-const std::byte* Pager::flat(const FlatGroup& group, int unit) const {
-  return units_[static_cast<std::size_t>(unit)].data + group.slot_offset;
 }
 
 std::size_t Pager::resident_bytes() const {

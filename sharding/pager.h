@@ -33,9 +33,6 @@ class Pager {
   // Frees all units; waits for gathers under way. Throws InvalidArgument if one is pinned.
   void free_all(std::unique_lock<std::mutex>& lock);
 
-  // The resident flat buffer of a group of a pinned unit.
-  const std::byte* flat(const FlatGroup& group, int unit) const;
-
   std::size_t resident_bytes() const;
   std::size_t peak_overflow_bytes() const { return peak_overflow_bytes_; }
   std::int64_t overflows() const { return overflows_; }

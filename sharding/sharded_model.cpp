@@ -229,6 +229,14 @@ void ShardedModel::check_identity(const ShardedParameter& p) const {
   }
 }
 
+std::map<std::string, std::string> ShardedModel::tied_names() const {
+  std::map<std::string, std::string> names;
+  for (const ShardedParameter& p : parameters) {
+    for (const std::string& name : p.tied_names) names[name] = p.name;
+  }
+  return names;
+}
+
 std::string ShardedModel::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const {
   if (storage.role() == PagedStorage::Role::kGradient)
     return parameters[static_cast<std::size_t>(storage.index())].name;

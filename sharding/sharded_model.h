@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -85,6 +86,7 @@ class ShardedModel {
   // Throws InvalidArgument by name if a parameter is no longer what take_over made it.
   void check_identity() const;
   void check_identity(const ShardedParameter& p) const;
+  std::map<std::string, std::string> tied_names() const;  // further name -> the name in parameters
   const ShardedParameter& parameter_of(const at::Tensor& tensor) const {
     return parameters[index_of_.at(tensor.unsafeGetTensorImpl())];
   }

@@ -72,27 +72,14 @@ Timeline::Arrived Timeline::arrive(int unit, int parameter) {
   return result;
 }
 
+void Timeline::cut_round(int unit) {
+  leave_plan();
+  end_round(unit);
+}
+
 void Timeline::finish_step() {
   if (started()) {
-    const auto known = std::find_if(patterns_.begin(), patterns_.end(),
-                                    [&](const Pattern& p) { return p.plan.record == record_; });
-    const StepPlan* completed = nullptr;
-    if (!recording_) {
-      completed = nullptr;
-    } else if (known != patterns_.end()) {
-      completed = &known->plan;
-    } else {
-      if (patterns_.size() == kMaxPatterns) {
-        const StepPlan* dropped = &patterns_.back().plan;
-        for (Pattern& pattern : patterns_) {
-          if (pattern.successor == dropped) pattern.successor = nullptr;
-        }
-        if (last_ == dropped) last_ = nullptr;
-        patterns_.pop_back();
-      }
-      patterns_.push_front({build_step_plan(record_, static_cast<int>(trainable_.size()), prefetch_), nullptr});
-      completed = &patterns_.front().plan;
-    }
+    const StepPlan* completed = recording_ ? plan_of_record() : nullptr;
     for (Pattern& pattern : patterns_) {
       if (&pattern.plan == last_) pattern.successor = completed;
     }
@@ -109,6 +96,22 @@ void Timeline::finish_step() {
     round.index = 0;
     std::fill(round.arrived.begin(), round.arrived.end(), false);
   }
+}
+
+const StepPlan* Timeline::plan_of_record() {
+  const auto known = std::find_if(patterns_.begin(), patterns_.end(),
+                                  [&](const Pattern& p) { return p.plan.record == record_; });
+  if (known != patterns_.end()) return &known->plan;
+  if (patterns_.size() == kMaxPatterns) {
+    const StepPlan* dropped = &patterns_.back().plan;
+    for (Pattern& pattern : patterns_) {
+      if (pattern.successor == dropped) pattern.successor = nullptr;
+    }
+    if (last_ == dropped) last_ = nullptr;
+    patterns_.pop_back();
+  }
+  patterns_.push_front({build_step_plan(record_, static_cast<int>(trainable_.size()), prefetch_), nullptr});
+  return &patterns_.front().plan;
 }
 
 void Timeline::choose_plan(std::span<const int> units) {

@@ -34,7 +34,8 @@ class Timeline {
   Arrived arrive(int unit, int parameter);
 
   bool started() const { return !record_.events.empty(); }
-  void leave_plan() { plan_ = nullptr; }
+  // A settlement ends a unit's open round; from here on the step follows no plan.
+  void cut_round(int unit);
   // The step is over: a new pattern becomes a plan, kept beside a few older ones.
   void finish_step();
   // The pattern that was completed last; nullptr before the first step is over.
@@ -51,8 +52,10 @@ class Timeline {
     std::size_t index = 0;  // of the unit's rounds in this step
   };
 
+  void leave_plan() { plan_ = nullptr; }
   void choose_plan(std::span<const int> units);
   const StepPlan* expected() const;  // the plan that this step is likely to follow, or nullptr
+  const StepPlan* plan_of_record();  // known or new
   void end_round(int unit);
   const Pattern* pattern_of(const StepPlan* plan) const;
 

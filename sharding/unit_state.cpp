@@ -1,8 +1,8 @@
 #include "sharding/unit_state.h"
 
-#include <fmt/format.h>
+#include <stdexcept>
 
-#include <fsdp/error.h>
+#include <fmt/format.h>
 
 namespace fsdp {
 namespace {
@@ -18,10 +18,10 @@ bool is_legal(ParameterState from, ParameterState to) {
 
 bool is_legal(GradientState from, GradientState to) {
   switch (from) {
-    case GradientState::kEmpty: return to == GradientState::kFilling;
+    case GradientState::kEmpty: return to == GradientState::kFilling || to == GradientState::kReducing;
     case GradientState::kFilling: return to == GradientState::kReducing;
     case GradientState::kReducing: return to == GradientState::kReduced;
-    case GradientState::kReduced: return to == GradientState::kEmpty;
+    case GradientState::kReduced: return false;
   }
   return false;
 }
@@ -29,7 +29,7 @@ bool is_legal(GradientState from, GradientState to) {
 template <class State>
 void checked_move(State& state, State next, std::string_view unit, std::string_view what) {
   if (!is_legal(state, next)) {
-    throw InvalidArgument(
+    throw std::logic_error(
         fmt::format("unit {}: {} cannot go from {} to {}; this is a fault of the engine, please report it", unit, what,
                     name_of(state), name_of(next)));
   }

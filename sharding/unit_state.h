@@ -1,7 +1,7 @@
-// The states of a unit's parameters and of its gradients, with the legal moves. An illegal move throws.
+// The states of a unit's parameters and of a round of its gradients, with the legal moves. An illegal move throws.
 //
 //   parameters:  Sharded -> Gathering -> Resident -> Sharded
-//   gradients:   Empty -> Filling -> Reducing -> Reduced -> Empty
+//   gradients:   Empty -> Filling -> Reducing -> Reduced;  Empty -> Reducing where this rank has none
 #pragma once
 
 #include <string_view>
@@ -15,7 +15,7 @@ enum class ParameterState {
 };
 
 enum class GradientState {
-  kEmpty,     // no gradient since the last step
+  kEmpty,     // nothing has come
   kFilling,   // some gradients have come
   kReducing,  // published; peers may read the buffer
   kReduced,   // this rank's gradient shard holds the sum
@@ -24,7 +24,7 @@ enum class GradientState {
 std::string_view name_of(ParameterState state);
 std::string_view name_of(GradientState state);
 
-// Sets `state` to `next`. Throws Error naming the unit and both states where the table above has no such arrow.
+// Sets `state` to `next`. Throws std::logic_error (a fault of the engine, not of its caller) naming the unit and both states where the table above has no such arrow.
 void move_to(ParameterState& state, ParameterState next, std::string_view unit);
 void move_to(GradientState& state, GradientState next, std::string_view unit);
 

@@ -47,8 +47,8 @@ class Engine {
   // <fsdp/checkpoint.h>.
   void save(const std::filesystem::path& dir);
   // Collective. Loads the newest committed step of dir, saved at any world size; returns its step, or nullopt if there
-  // is none. Call after optimizer(). A damaged or foreign checkpoint is a CheckpointError on every rank and changes
-  // nothing in the model.
+  // is none. Call after optimizer(). Drops accumulated gradients. A CheckpointError comes on every
+  // rank: a foreign checkpoint has changed no value; one found damaged while it is read leaves the model partly loaded.
   std::optional<std::int64_t> resume(const std::filesystem::path& dir);
   // Collective; rank 0 writes one safetensors file, one tensor in memory at a time.
   void consolidate(const std::filesystem::path& file);

@@ -14,7 +14,7 @@ struct MemoryReport {
   std::size_t gradient_shard_bytes = 0;
   std::size_t optimizer_bytes = 0;
   std::size_t arena_bytes = 0;          // slots, allocated once
-  std::size_t communication_bytes = 0;  // mailboxes, padding of segments to pages
+  std::size_t communication_bytes = 0;  // mailboxes
   std::size_t resident_bytes = 0;       // full parameters in the arena (and overflow) at this moment
   std::size_t held_gradient_bytes = 0;  // full gradients not yet packed, at this moment
   std::size_t peak_overflow_bytes = 0;  // beside the arena, since shard()

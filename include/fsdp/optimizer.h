@@ -15,7 +15,7 @@ namespace fsdp {
 // `ndim` is its number of dimensions (biases and norms have 1).
 struct ParameterGroup {
   std::function<bool(const std::string& name, std::int64_t ndim)> matches{};
-  std::optional<double> weight_decay;
+  std::optional<double> weight_decay{};
   double lr_scale = 1.0;  // times the optimizer's lr
 };
 using ParameterGroups = std::vector<ParameterGroup>;
@@ -42,7 +42,7 @@ struct SGD {
 enum class OnNonFinite { kFail, kSkip };
 
 struct StepOptions {
-  std::optional<double> max_grad_norm;  // 2-norm over all parameters of all ranks; positive
+  std::optional<double> max_grad_norm{};  // 2-norm over all parameters of all ranks; positive
   OnNonFinite on_non_finite =
       OnNonFinite::kFail;  // kFail throws on every rank before anything changes, naming the first bad parameter
 };

@@ -35,6 +35,13 @@ std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(const torch:
   return result;
 }
 
+// Before any rank's thread starts: a thread's first use of LibTorch sets MKL's count for the whole process to what the
+// process has at that moment, so a rank that set 1 for itself could compute its first layers with more, and other bits.
+[[maybe_unused]] const bool kOneIntraOpThread = [] {
+  at::set_num_threads(1);
+  return true;
+}();
+
 class PlainOptimizer {
  public:
   virtual ~PlainOptimizer() = default;
