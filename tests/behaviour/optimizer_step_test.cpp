@@ -146,6 +146,31 @@ TEST(NonFiniteTest, IsDecidedAlikeOnAllRanksAndNamesTheFirstParameter) {
   }
 }
 
+// One unit of which only the first layer is used: its round is open when the settlement comes.
+TEST(SettlementTest, AccumulationGoesOnAfterGradientsOfAPartlyUsedUnitWereRead) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [](const Context& context) {
+      const auto model = make_stack();
+      Engine engine = shard(context, model, {.units = units_by_size(1U << 20)});
+      ASSERT_EQ(engine.plan().units.size(), 1U);
+      Optimizer optimizer = engine.optimizer(SGD{.lr = 0.5});
+      const auto backward = [&] {
+        model->layers[0]->as<torch::nn::Linear>()->forward(model->batch(kBatch, 3).input).square().mean().backward();
+      };
+      for (int step = 0; step < 3; ++step) {
+        backward();
+        const Tensors once = assemble(context, engine.gradient_views());
+        EXPECT_EQ(once.size(), 2U);
+        backward();
+        for (const auto& [name, gradient] : assemble(context, engine.gradient_views())) {
+          expect_equal(gradient, once.at(name) * 2, 0, 0, name);
+        }
+        optimizer.step();
+      }
+    });
+  }
+}
+
 TEST(OptimizerOptionsTest, RefusesValuesOutOfRangeByName) {
   run_ranks(1, [](const Context& context) {
     Engine engine = shard(context, make_stack(), per_linear());
