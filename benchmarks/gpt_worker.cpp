@@ -82,8 +82,8 @@ class PlainWorker {
     const auto bytes = static_cast<std::size_t>(model_numel(model_->config())) * sizeof(float);
     result.memory.parameters = bytes;
     result.memory.optimizer = 2 * bytes;
-    // Gradients come alive while activations die, so that only the peak of both together exists; it is filed under activations.
-    // Those of the block before were alive at its start, and zero_grad let go of them.
+    // Gradients come alive while activations die, so that only the peak of both together exists; it is filed under
+    // activations. Those of the block before were alive at its start, and zero_grad let go of them.
     result.memory.activations += bytes;
     return result;
   }

@@ -1,5 +1,6 @@
-// Peak bytes of one rank by purpose, for the same rows per rank: plain LibTorch, and sharded over 1, 2 and 4 processes. Beside it the bound,
-// computed from the model's shape alone: 16 bytes per parameter (parameter, gradient, two moments) over W, and three times the largest unit.
+// Peak bytes of one rank by purpose, for the same rows per rank: plain LibTorch, and sharded over 1, 2 and 4 processes.
+// Beside it the bound, computed from the model's shape alone: 16 bytes per parameter (parameter, gradient, two moments)
+// over W, and three times the largest unit.
 #include <cmath>
 #include <stdexcept>
 

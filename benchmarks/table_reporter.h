@@ -1,5 +1,5 @@
-// One table for one program: Google Benchmark's own console starts a new header whenever a benchmark has other counters, and sorts
-// them by name.
+// One table for one program: Google Benchmark's own console starts a new header whenever a benchmark has other
+// counters, and sorts them by name.
 #pragma once
 
 #include <string>
@@ -31,7 +31,8 @@ class TableReporter : public benchmark::BenchmarkReporter {
   int failures_ = 0;
 };
 
-// main() of a benchmark program: flags of Google Benchmark, one table, exit code 1 if a run failed and 2 for an unknown flag.
+// main() of a benchmark program: flags of Google Benchmark, one table, exit code 1 if a run failed and 2 for an unknown
+// flag.
 int run_as_table(int argc, char** argv, std::vector<TableReporter::Column> columns);
 
 }  // namespace fsdp

@@ -1,5 +1,6 @@
-// Step time of the GPT against plain LibTorch in the same minute: blocks of both alternate as A B B A, a round is one ratio, and the table has the
-// median and the quartiles of the rounds. The first line of each shape is plain LibTorch against itself: what lies within it is noise.
+// Step time of the GPT against plain LibTorch in the same minute: blocks of both alternate as A B B A, a round is one
+// ratio, and the table has the median and the quartiles of the rounds. The first line of each shape is plain LibTorch
+// against itself: what lies within it is noise.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>

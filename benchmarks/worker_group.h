@@ -1,4 +1,5 @@
-// Processes that work in blocks on command, so that variants of one program can take turns on the same cores. No torch header.
+// Processes that work in blocks on command, so that variants of one program can take turns on the same cores. No torch
+// header.
 #pragma once
 
 #include <sys/types.h>
@@ -30,15 +31,16 @@ using Block = std::function<Measurement(int steps)>;
 
 class WorkerGroup {
  public:
-  // Forks `world_size` processes that find the usual variables of a launcher, and in each of them calls `prepare`. The calling process
-  // must not have used LibTorch: its threads do not survive a fork.
+  // Forks `world_size` processes that find the usual variables of a launcher, and in each of them calls `prepare`. The
+  // calling process must not have used LibTorch: its threads do not survive a fork.
   WorkerGroup(int world_size, const std::function<Block()>& prepare);
   // Ends the workers and waits for them.
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
 
-  // All workers run a block; gives rank 0's measurement with the time of the slowest. Throws std::runtime_error if one has died.
+  // All workers run a block; gives rank 0's measurement with the time of the slowest. Throws std::runtime_error if one
+  // has died.
   Measurement run(int steps);
 
  private:

@@ -1,9 +1,10 @@
 #include "comm/ordered_sum.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <type_traits>
+
+#include "memory/half.h"
 
 namespace fsdp {
 namespace {
@@ -16,64 +17,31 @@ namespace {
 constexpr std::int64_t kBlockNumel = 1024;
 constexpr std::byte kZeros[kBlockNumel * sizeof(double)] = {};
 
-// How an element type is stored, summed (Sum) and converted. Conversions are integer arithmetic where that vectorises.
+using fsdp::widen;
+enum class Bool : std::uint8_t {};
+FSDP_INLINE std::uint8_t widen(Bool value) { return static_cast<std::uint8_t>(value); }
+
 template <class T>
-struct Plain {
-  using Stored = T;
-  using Sum = T;
-  FSDP_INLINE static T widen(T value) { return value; }
-  FSDP_INLINE static T narrow(T value) { return value; }
-};
+using SumOf = decltype(widen(T{}));
 
-struct BFloat16 {
-  using Stored = std::uint16_t;
-  using Sum = float;
-  FSDP_INLINE static float widen(std::uint16_t value) { return std::bit_cast<float>(std::uint32_t{value} << 16); }
-  FSDP_INLINE static std::uint16_t narrow(float value) {
-    const auto bits = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-    const std::uint32_t quiet_nan = (bits >> 16) | 0x40U;
-    return static_cast<std::uint16_t>((bits & 0x7fffffffU) > 0x7f800000U ? quiet_nan : rounded);
-  }
-};
-
-struct Float16 {
-  using Stored = std::uint16_t;
-  using Sum = float;
-  FSDP_INLINE static float widen(std::uint16_t value) {
-    const std::uint32_t magnitude = value & 0x7fffU;
-    const std::uint32_t rebias = 112U << 23;
-    const std::uint32_t normal = (magnitude << 13) + rebias + (magnitude >= 0x7c00U ? rebias : 0U);
-    // A subnormal m is m * 2^-24, and next to 0.5 the steps of a float are just that wide: right even if the CPU flushes.
-    const auto subnormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(0x3f000000U + magnitude) - 0.5F);
-    const std::uint32_t sign = static_cast<std::uint32_t>(value & 0x8000U) << 16;
-    return std::bit_cast<float>((magnitude < 0x0400U ? subnormal : normal) | sign);
-  }
-  FSDP_INLINE static std::uint16_t narrow(float value) {
-    return std::bit_cast<std::uint16_t>(static_cast<_Float16>(value));
-  }
-};
-
-struct Bool : Plain<std::uint8_t> {};
-
-template <class Element>
-FSDP_INLINE typename Element::Stored load(const std::byte* from, std::int64_t i) {
-  typename Element::Stored value;
+template <class T>
+FSDP_INLINE T load(const std::byte* from, std::int64_t i) {
+  T value;
   std::memcpy(&value, from + static_cast<std::size_t>(i) * sizeof(value), sizeof(value));
   return value;
 }
 
-template <class Value>
-FSDP_INLINE void store(std::byte* to, std::int64_t i, Value value) {
+template <class T>
+FSDP_INLINE void store(std::byte* to, std::int64_t i, T value) {
   std::memcpy(to + static_cast<std::size_t>(i) * sizeof(value), &value, sizeof(value));
 }
 
-template <class Element, ReduceOp op>
-FSDP_INLINE typename Element::Sum combine(typename Element::Sum a, typename Element::Sum b) {
-  using Sum = typename Element::Sum;
+template <class T, ReduceOp op>
+FSDP_INLINE SumOf<T> combine(SumOf<T> a, SumOf<T> b) {
+  using Sum = SumOf<T>;
   if constexpr (op == ReduceOp::kMax) return a > b || a != a ? a : b;  // a != a: a NaN stays
   if constexpr (op == ReduceOp::kMin) return a < b || a != a ? a : b;
-  if constexpr (std::is_same_v<Element, Bool>) return a | b;
+  if constexpr (std::is_same_v<T, Bool>) return a | b;
   if constexpr (std::is_integral_v<Sum>) {
     using Unsigned = std::make_unsigned_t<Sum>;  // wraps by definition
     return static_cast<Sum>(static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
@@ -82,32 +50,30 @@ FSDP_INLINE typename Element::Sum combine(typename Element::Sum a, typename Elem
 }
 
 // The elements [begin, begin + numel) of all inputs, folded in rank order.
-template <class Element, ReduceOp op>
+template <class T, ReduceOp op>
 FSDP_INLINE void fold_block(std::span<const std::byte* const> inputs, std::int64_t begin, std::int64_t numel,
-                            typename Element::Sum* sum) {
+                            SumOf<T>* sum) {
   for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-    const std::byte* input = inputs[rank]
-                                 ? inputs[rank] + static_cast<std::size_t>(begin) * sizeof(typename Element::Stored)
-                                 : kZeros;
+    const std::byte* input = inputs[rank] ? inputs[rank] + static_cast<std::size_t>(begin) * sizeof(T) : kZeros;
     if (rank == 0) {
-      for (std::int64_t i = 0; i < numel; ++i) sum[i] = Element::widen(load<Element>(input, i));
+      for (std::int64_t i = 0; i < numel; ++i) sum[i] = widen(load<T>(input, i));
     } else {
       for (std::int64_t i = 0; i < numel; ++i) {
-        sum[i] = combine<Element, op>(sum[i], Element::widen(load<Element>(input, i)));
+        sum[i] = combine<T, op>(sum[i], widen(load<T>(input, i)));
       }
     }
   }
 }
 
-template <class Element>
+template <class T>
 FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
-  using Sum = typename Element::Sum;
+  using Sum = SumOf<T>;
   alignas(64) Sum sum[kBlockNumel];
   using Quotient = std::conditional_t<std::is_integral_v<Sum>, std::int64_t, Sum>;  // 128 ranks do not fit an int8
   const auto divisor = static_cast<Quotient>(request.divisor);
   for (std::int64_t begin = 0; begin < request.numel; begin += kBlockNumel) {
     const std::int64_t numel = std::min(kBlockNumel, request.numel - begin);
-    fold_block<Element, ReduceOp::kSum>(request.inputs, begin, numel, sum);
+    fold_block<T, ReduceOp::kSum>(request.inputs, begin, numel, sum);
     // Not a multiplication by the inverse: that would round twice.
     if (request.divisor != 1) {
       for (std::int64_t i = 0; i < numel; ++i) sum[i] = static_cast<Sum>(sum[i] / divisor);
@@ -115,7 +81,7 @@ FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
     std::byte* output = request.output + static_cast<std::size_t>(begin) * sizeof(Sum);
     if (request.accumulate) {
       for (std::int64_t i = 0; i < numel; ++i) {
-        store(output, i, combine<Plain<Sum>, ReduceOp::kSum>(load<Plain<Sum>>(output, i), sum[i]));
+        store(output, i, combine<Sum, ReduceOp::kSum>(load<Sum>(output, i), sum[i]));
       }
     } else {
       std::memcpy(output, sum, static_cast<std::size_t>(numel) * sizeof(Sum));
@@ -123,42 +89,42 @@ FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
   }
 }
 
-template <class Element, ReduceOp op>
+template <class T, ReduceOp op>
 FSDP_INLINE void fold_elements(const OrderedFold& fold) {
-  alignas(64) typename Element::Sum sum[kBlockNumel];
+  alignas(64) SumOf<T> sum[kBlockNumel];
   for (std::int64_t begin = 0; begin < fold.numel; begin += kBlockNumel) {
     const std::int64_t numel = std::min(kBlockNumel, fold.numel - begin);
-    fold_block<Element, op>(fold.inputs, begin, numel, sum);
-    for (std::int64_t i = 0; i < numel; ++i) store(fold.output, begin + i, Element::narrow(sum[i]));
+    fold_block<T, op>(fold.inputs, begin, numel, sum);
+    for (std::int64_t i = 0; i < numel; ++i) store(fold.output, begin + i, narrow<T>(sum[i]));
   }
 }
 
-template <class Element>
+template <class T>
 FSDP_INLINE void run_elements(const ReduceRequest& request) {
-  reduce_elements<Element>(request);
+  reduce_elements<T>(request);
 }
 
-template <class Element>
+template <class T>
 FSDP_INLINE void run_elements(const OrderedFold& fold) {
   switch (fold.op) {
-    case ReduceOp::kSum: return fold_elements<Element, ReduceOp::kSum>(fold);
-    case ReduceOp::kMax: return fold_elements<Element, ReduceOp::kMax>(fold);
-    case ReduceOp::kMin: return fold_elements<Element, ReduceOp::kMin>(fold);
+    case ReduceOp::kSum: return fold_elements<T, ReduceOp::kSum>(fold);
+    case ReduceOp::kMax: return fold_elements<T, ReduceOp::kMax>(fold);
+    case ReduceOp::kMin: return fold_elements<T, ReduceOp::kMin>(fold);
   }
 }
 
 template <class Work>
 FSDP_INLINE void run(const Work& work, DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return run_elements<Plain<float>>(work);
-    case DType::kFloat64: return run_elements<Plain<double>>(work);
-    case DType::kFloat16: return run_elements<Float16>(work);
+    case DType::kFloat32: return run_elements<float>(work);
+    case DType::kFloat64: return run_elements<double>(work);
+    case DType::kFloat16: return run_elements<Half>(work);
     case DType::kBFloat16: return run_elements<BFloat16>(work);
-    case DType::kInt64: return run_elements<Plain<std::int64_t>>(work);
-    case DType::kInt32: return run_elements<Plain<std::int32_t>>(work);
-    case DType::kInt16: return run_elements<Plain<std::int16_t>>(work);
-    case DType::kInt8: return run_elements<Plain<std::int8_t>>(work);
-    case DType::kUInt8: return run_elements<Plain<std::uint8_t>>(work);
+    case DType::kInt64: return run_elements<std::int64_t>(work);
+    case DType::kInt32: return run_elements<std::int32_t>(work);
+    case DType::kInt16: return run_elements<std::int16_t>(work);
+    case DType::kInt8: return run_elements<std::int8_t>(work);
+    case DType::kUInt8: return run_elements<std::uint8_t>(work);
     case DType::kBool: return run_elements<Bool>(work);
   }
 }

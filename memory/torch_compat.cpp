@@ -1,5 +1,6 @@
 #include "memory/torch_compat.h"
 
+#include <mutex>
 #include <string_view>
 
 #include <ATen/ops/from_blob.h>
@@ -13,11 +14,23 @@
 namespace fsdp {
 namespace {
 
+// LibTorch adds to a gradient under its accumulator's mutex, but runs the hook after it. The member is protected, and
+// reached as a member of a class derived from its own.
+struct AccumulatorMutex : torch::autograd::Node {
+  // REQUIRES that the accumulator lives; while it runs, it does.
+  static std::mutex& of(const at::Tensor& parameter) {
+    return torch::autograd::impl::grad_accumulator(parameter).get()->*(&AccumulatorMutex::mutex_);
+  }
+};
+
 // The slot owns its hook; ours is shared by all parameters of an engine and must outlive a backward in flight.
 class HookAdapter final : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit HookAdapter(std::shared_ptr<GradientHook> hook) : hook_(std::move(hook)) {}
-  void operator()(const torch::autograd::Variable& parameter) override { hook_->on_gradient(parameter); }
+  void operator()(const torch::autograd::Variable& parameter) override {
+    const std::lock_guard lock(AccumulatorMutex::of(parameter));
+    hook_->on_gradient(parameter);
+  }
 
  private:
   std::shared_ptr<GradientHook> hook_;

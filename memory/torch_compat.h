@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
@@ -38,7 +39,8 @@ void bump_version(const at::Tensor& tensor);
 // The calling thread is executing a backward pass.
 bool in_backward();
 
-// What runs when a leaf's gradient has been accumulated.
+// What runs when a leaf's gradient has been accumulated. No other thread adds to the gradient while it runs; where
+// several add at once, one call may find what all have added, and the others nothing.
 class GradientHook {
  public:
   virtual ~GradientHook() = default;

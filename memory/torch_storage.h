@@ -9,6 +9,7 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -53,6 +54,8 @@ class PagedStorage final : public c10::StorageImpl {
   int index() const { return index_; }
   // nullptr once the engine is gone.
   StorageOwner* owner() const { return owner_; }
+  // What a reader is told while the bytes are away.
+  const std::string& absent_text() const { return absent_text_; }
   void orphan(std::string absent_text);
 
   void point_at(void* data);

@@ -32,11 +32,6 @@ void CommunicationStream::enqueue(Job job) {
   if (ring) communicator_.ring();
 }
 
-bool CommunicationStream::is_idle() const {
-  const std::lock_guard lock(mutex_);
-  return (jobs_.empty() && !running_) || failure_ != nullptr;
-}
-
 void CommunicationStream::check() const {
   const std::lock_guard lock(mutex_);
   if (failure_ != nullptr) std::rethrow_exception(failure_);
@@ -55,7 +50,6 @@ bool CommunicationStream::take(Job& job) {
     if (const auto next = next_ready(); next != jobs_.end()) {
       job = std::move(*next);
       jobs_.erase(next);
-      running_ = true;
       return true;
     }
     const std::string what = jobs_.front().what;
@@ -78,10 +72,6 @@ void CommunicationStream::loop() {
     for (Job job; take(job);) {
       what = job.what;
       job.run();
-      {
-        const std::lock_guard lock(mutex_);
-        running_ = false;
-      }
       on_progress_();
     }
   } catch (...) {
@@ -104,7 +94,6 @@ void CommunicationStream::fail(std::exception_ptr error, const std::string& what
   {
     const std::lock_guard lock(mutex_);
     failure_ = error;
-    running_ = false;
     jobs_.clear();
   }
   on_progress_();

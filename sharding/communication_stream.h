@@ -30,8 +30,6 @@ class CommunicationStream {
   void stop();
 
   void enqueue(Job job);
-  // True when every job enqueued so far has run, or one has failed.
-  bool is_idle() const;
   // Rethrows the first failure of a job; the communicator has been aborted with its text.
   void check() const;
 
@@ -47,7 +45,7 @@ class CommunicationStream {
   std::condition_variable enqueued_;
   std::deque<Job> jobs_;
   std::exception_ptr failure_;
-  bool running_ = false, stopping_ = false, waits_for_peers_ = false;
+  bool stopping_ = false, waits_for_peers_ = false;
   std::thread thread_;
 };
 

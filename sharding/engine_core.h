@@ -10,7 +10,6 @@
 #include <vector>
 
 #include <fsdp/context.h>
-#include <fsdp/options.h>
 
 #include "sharding/communication_stream.h"
 #include "sharding/reduce_mailbox.h"

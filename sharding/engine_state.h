@@ -10,7 +10,6 @@
 #include <torch/nn/module.h>
 
 #include <fsdp/engine.h>
-#include <fsdp/error.h>
 
 #include "memory/torch_storage.h"
 #include "sharding/engine_core.h"

@@ -248,39 +248,49 @@ void GradientReducer::forget() {
 }
 
 // What each rank tells the others at a settlement, followed by each unit's generation and each parameter's use.
-struct GradientReducer::Agreement {
+struct GradientReducer::Announcement {
   char operation[32];
   std::int64_t step;
   std::uint64_t overflow_slots;
 };
 
-std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                                                  const std::vector<bool>& used_here, std::uint64_t& overflow_slots) {
-  const std::size_t generations_bytes = units_.size() * sizeof(std::uint64_t);
-  const std::size_t bytes = sizeof(Agreement) + generations_bytes + used_.size();
-  std::vector<std::byte> own(bytes), all(bytes * static_cast<std::size_t>(core_.communicator().world_size()));
-  Agreement mine{{}, core_.step.load(), 0};
+std::vector<std::byte> GradientReducer::announce(const Announcement& announcement,
+                                                 const std::vector<bool>& used_here) const {
+  std::vector<std::byte> bytes(sizeof(announcement) + units_.size() * sizeof(std::uint64_t) +
+                               used_here.size() * sizeof(bool));
+  std::byte* next = bytes.data();
+  const auto put = [&](const auto value) {
+    std::memcpy(next, &value, sizeof(value));
+    next += sizeof(value);
+  };
+  put(announcement);
+  for (const UnitRounds& rounds : units_) put(rounds.generation + static_cast<std::uint64_t>(rounds.pending));
+  for (const bool used : used_here) put(used);
+  return bytes;
+}
+
+GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
+                                                  const std::vector<bool>& used_here) {
+  Announcement mine{{}, core_.step.load(), 0};
   for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot;
   std::memcpy(mine.operation, operation.data(), std::min(operation.size(), sizeof(mine.operation) - 1));
-  std::memcpy(own.data(), &mine, sizeof(mine));
-  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    const std::uint64_t generation = units_[unit].generation + static_cast<std::uint64_t>(units_[unit].pending);
-    std::memcpy(own.data() + sizeof(mine) + unit * sizeof(generation), &generation, sizeof(generation));
-  }
-  for (std::size_t p = 0; p < used_.size(); ++p)
-    own[sizeof(mine) + generations_bytes + p] = static_cast<std::byte>(used_here[p]);
+  const std::vector<std::byte> own = announce(mine, used_here);
+  std::vector<std::byte> all(own.size() * static_cast<std::size_t>(core_.communicator().world_size()));
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
   lock.unlock();
   core_.communicator().all_gather(own, all);
   lock.lock();
 
-  std::vector<std::uint64_t> generations(units_.size());
+  Agreement agreement{std::vector<std::uint64_t>(units_.size()), 0};
   std::fill(used_.begin(), used_.end(), false);
-  overflow_slots = 0;
+  const std::byte* next = all.data();
+  const auto take = [&](auto value) {
+    std::memcpy(&value, next, sizeof(value));
+    next += sizeof(value);
+    return value;
+  };
   for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
-    const std::byte* data = all.data() + static_cast<std::size_t>(rank) * bytes;
-    Agreement theirs;
-    std::memcpy(&theirs, data, sizeof(theirs));
+    const Announcement theirs = take(Announcement{});
     if (operation != theirs.operation || theirs.step != mine.step) {
       throw CommunicationError(
           fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same "
@@ -288,17 +298,11 @@ std::vector<std::uint64_t> GradientReducer::agree(std::unique_lock<std::mutex>& 
                       core_.context.rank(), operation, mine.step, rank, theirs.operation, theirs.step),
           rank);
     }
-    overflow_slots = std::max(overflow_slots, theirs.overflow_slots);
-    for (std::size_t unit = 0; unit < generations.size(); ++unit) {
-      std::uint64_t generation = 0;
-      std::memcpy(&generation, data + sizeof(theirs) + unit * sizeof(generation), sizeof(generation));
-      generations[unit] = std::max(generations[unit], generation);
-    }
-    for (std::size_t p = 0; p < used_.size(); ++p) {
-      if (data[sizeof(theirs) + generations_bytes + p] != std::byte{0}) used_[p] = true;
-    }
+    agreement.overflow_slots = std::max(agreement.overflow_slots, theirs.overflow_slots);
+    for (std::uint64_t& generation : agreement.generations) generation = std::max(generation, take(generation));
+    for (std::size_t p = 0; p < used_.size(); ++p) used_[p] = take(false) || used_[p];
   }
-  return generations;
+  return agreement;
 }
 
 void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation,
@@ -309,8 +313,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
   }
   flush_pending();
-  std::uint64_t overflow_slots = 0;
-  const std::vector<std::uint64_t> generations = agree(lock, operation, used_here, overflow_slots);
+  const auto [generations, overflow_slots] = agree(lock, operation, used_here);
   if (overflow_slots > 0) {
     overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
     peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_->bytes());

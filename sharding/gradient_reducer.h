@@ -56,7 +56,12 @@ class GradientReducer {
     std::uint64_t first_generation = 0;  // the last one before what now accumulates
     int pending = 0;                     // ended rounds that wait for a slot
   };
-  struct Agreement;
+  // What the ranks have told each other.
+  struct Agreement {
+    std::vector<std::uint64_t> generations;  // each unit's last over all ranks
+    std::uint64_t overflow_slots = 0;        // the largest number of rounds that a rank has no slot for
+  };
+  struct Announcement;
 
   Round& open_round(int unit);
   void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
@@ -72,10 +77,9 @@ class GradientReducer {
   void enqueue_reduction(std::shared_ptr<Round> round);
   void reduce(Round& round);
   void restart(const Round& round);
-  // Each unit's last generation over all ranks; sets used_ and the largest number of rounds that a rank has no slot
-  // for.
-  std::vector<std::uint64_t> agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                                   const std::vector<bool>& used_here, std::uint64_t& overflow_slots);
+  std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
+  // Sets used_.
+  Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
                     std::string_view operation);
   void wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);

@@ -9,14 +9,6 @@
 #include <fsdp/error.h>
 
 namespace fsdp {
-namespace {
-
-bool contains(std::span<const int> values, int value) {
-  return std::find(values.begin(), values.end(), value) != values.end();
-}
-
-}  // namespace
-
 Pager::Pager(EngineCore& core)
     : core_(core), units_(core.model.units.size()), evaluation_successor_(core.model.units.size()) {}
 

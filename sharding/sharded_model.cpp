@@ -5,6 +5,7 @@
 #include <map>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include <fsdp/error.h>

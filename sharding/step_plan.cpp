@@ -6,10 +6,6 @@
 namespace fsdp {
 namespace {
 
-bool contains(const std::vector<int>& values, int value) {
-  return std::find(values.begin(), values.end(), value) != values.end();
-}
-
 // Positions of a unit's arrivals in the record's events, cut into rounds: a parameter that comes again starts the next
 // one.
 std::vector<std::vector<std::size_t>> cut_rounds(const StepRecord& record, int unit) {

@@ -19,7 +19,9 @@
 // wait in backward). So prefetch + 2 slots are enough: prefetch + 1 units and one buffer, or prefetch units and two.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace fsdp {
@@ -37,6 +39,10 @@ struct StepRecord {
   std::vector<StepEvent> events;
   bool operator==(const StepRecord&) const = default;
 };
+
+inline bool contains(std::span<const int> units, int unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
 
 constexpr int kNoSlot = -1;  // an overflow buffer is taken
 

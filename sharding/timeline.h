@@ -2,7 +2,6 @@
 // leaves its plan runs on demand to its end: right, only slower. No locks of its own.
 #pragma once
 
-#include <cstdint>
 #include <deque>
 #include <span>
 #include <vector>

@@ -1,7 +1,6 @@
 #include "sharding/touch.h"
 
 #include <algorithm>
-#include <array>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -143,9 +142,7 @@ class Use {
   void acquire() {
     for (; held_ < storages_.size(); held_ += part(held_).size()) {
       StorageOwner* owner = storages_[held_]->owner();
-      if (owner == nullptr)
-        throw InvalidArgument(fmt::format(
-            "{}: the engine of this parameter is gone; keep the fsdp::Engine as long as its module is used", name_));
+      if (owner == nullptr) throw InvalidArgument(fmt::format("{}: {}", name_, storages_[held_]->absent_text()));
       owner->acquire(use_of(held_));
     }
   }
@@ -209,11 +206,7 @@ void use_gradient(const OperatorTraits& traits, PagedStorage& gradient, torch::j
   } else if (owner != nullptr && is_target && traits.zeroes) {
     owner->clear_gradient(gradient);
   } else {
-    throw InvalidArgument(fmt::format(
-        "gradients are sharded: {} was given the gradient of parameter {}, of which this rank holds a part only; clip "
-        "and step through "
-        "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
-        traits.name, owner != nullptr ? owner->parameter_name(gradient, at::Tensor()) : "of a closed engine"));
+    throw InvalidArgument(fmt::format("{}: {}", traits.name, gradient.absent_text()));
   }
   at::Tensor self = first.toTensor();
   torch::jit::drop(*stack, count);

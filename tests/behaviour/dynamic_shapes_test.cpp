@@ -1,5 +1,6 @@
 // Batch sizes and sequence lengths that change from step to step: the numbers stay right and the plan stays in use.
 #include <cmath>
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -75,6 +76,28 @@ class DynamicShapesTest : public ::testing::Test {
     training.options.units = units<torch::nn::Linear, torch::nn::GRU, torch::nn::LSTM, torch::nn::Conv1d, Block>();
     return training;
   }
+  // Trains one rank for kSteps, calls `after_step` after each, and checks that what follows the first step leaves the
+  // first step's timeline in place and takes no overflow.
+  static void train_on_one_plan(const Context& context, const std::function<void(Model&, int step)>& after_step) {
+    at::set_num_threads(1);
+    const auto model = std::make_shared<Model>();
+    Engine engine = shard(context, model, training().options);
+    Optimizer optimizer = engine.optimizer(AdamW{});
+    std::vector<std::string> timeline;
+    std::int64_t overflows = 0;
+    for (int step = 0; step < kSteps; ++step) {
+      const Batch batch = part_of(batch_of(step), context.rank(), context.world_size());
+      model->loss(batch.input, batch.target).backward();
+      optimizer.step();
+      if (step == 0) {
+        timeline = engine.plan().timeline;
+        overflows = engine.memory().overflows;
+      }
+      after_step(*model, step);
+      EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
+      EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
+    }
+  }
 };
 using Models = ::testing::Types<RecurrentModel, SequenceModel>;
 TYPED_TEST_SUITE(DynamicShapesTest, Models);
@@ -97,25 +120,10 @@ TYPED_TEST(DynamicShapesTest, KeepThePlanFromTheSecondStepOn) {
     };
     run_ranks(world_size,
               [&](const Context& context) {
-                at::set_num_threads(1);
-                const auto model = std::make_shared<TypeParam>();
-                Engine engine = shard(context, model, this->training().options);
-                Optimizer optimizer = engine.optimizer(AdamW{});
-                std::vector<std::string> timeline;
-                std::int64_t overflows = 0;
-                for (int step = 0; step < kSteps; ++step) {
-                  const Batch batch = part_of(batch_of(step), context.rank(), world_size);
-                  model->loss(batch.input, batch.target).backward();
-                  optimizer.step();
-                  if (step == 0) {
-                    timeline = engine.plan().timeline;
-                    overflows = engine.memory().overflows;
-                  }
-                  EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
-                  EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
+                this->train_on_one_plan(context, [&](TypeParam&, int) {
                   const std::lock_guard lock(mutex);
                   logs[static_cast<std::size_t>(context.rank())].emplace_back();
-                }
+                });
               },
               {.on_record = on_record});
     for (const auto& steps : logs) {
@@ -129,26 +137,11 @@ TYPED_TEST(DynamicShapesTest, KeepThePlanFromTheSecondStepOn) {
 TYPED_TEST(DynamicShapesTest, EvaluationAtOtherShapesBetweenStepsLeavesThePlanAlone) {
   for (const int world_size : {1, 2}) {
     run_ranks(world_size, [&](const Context& context) {
-      at::set_num_threads(1);
-      const auto model = std::make_shared<TypeParam>();
-      Engine engine = shard(context, model, this->training().options);
-      Optimizer optimizer = engine.optimizer(AdamW{});
-      std::vector<std::string> timeline;
-      std::int64_t overflows = 0;
-      for (int step = 0; step < kSteps; ++step) {
-        const Batch batch = part_of(batch_of(step), context.rank(), world_size);
-        model->loss(batch.input, batch.target).backward();
-        optimizer.step();
-        if (step == 0) {
-          timeline = engine.plan().timeline;
-          overflows = engine.memory().overflows;
-        }
+      this->train_on_one_plan(context, [](TypeParam& model, int step) {
         const at::NoGradGuard no_grad;
         const Batch other = batch_of((step + 3) % kSteps);
-        EXPECT_TRUE(std::isfinite(model->loss(other.input, other.target).template item<double>()));
-        EXPECT_EQ(engine.plan().timeline, timeline) << "step " << step;
-        EXPECT_EQ(engine.memory().overflows, overflows) << "step " << step;
-      }
+        EXPECT_TRUE(std::isfinite(model.loss(other.input, other.target).template item<double>()));
+      });
     });
   }
 }

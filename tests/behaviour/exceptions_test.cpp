@@ -1,6 +1,5 @@
 // Exceptions thrown anywhere in a step: the error surfaces, nothing stays pinned, and after zero_grad the engine goes
 // on as if the step had not been tried.
-#include <mutex>
 #include <stdexcept>
 
 #include <gmock/gmock.h>
@@ -90,16 +89,15 @@ TEST_P(ExceptionTest, SurfacesAndTheNextStepsEqualTheReference) {
   for (const int world_size : {1, 2, 3}) {
     int failing_steps = 0;
     Trace trace;
-    std::mutex building;
     run_ranks(world_size, [&](const Context& context) {
       at::set_num_threads(1);
       bool fails = false;
-      std::unique_lock lock(building);
-      at::manual_seed(5);
-      const auto model = std::make_shared<FunctionModel>([&fails](FunctionModel& m, const at::Tensor& x) {
-        return fails ? GetParam().function(m, x) : plain_function(m, x);
+      const auto model = in_turn([&fails] {
+        at::manual_seed(5);
+        return std::make_shared<FunctionModel>([&fails](FunctionModel& m, const at::Tensor& x) {
+          return fails ? GetParam().function(m, x) : plain_function(m, x);
+        });
       });
-      lock.unlock();
       Engine engine = shard(context, model, training.options);
       Optimizer optimizer = engine.optimizer(SGD{.lr = 0.1});
       for (int step = 0; step < training.steps; ++step) {

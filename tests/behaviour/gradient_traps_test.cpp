@@ -9,6 +9,7 @@
 #include <torch/serialize.h>
 
 #include "tests/behaviour/function_model.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp::testing {
 namespace {
@@ -136,6 +137,23 @@ TEST(GraphKeptAcrossAStepTest, ThrowsAsPlainLibTorchDoes) {
       const at::Tensor kept = loss_of(*sharded.model, 0);
       sharded.train(1);
       EXPECT_THAT(text_of<std::exception>([&] { kept.backward(); }), HasSubstr(expected));
+    });
+  }
+}
+
+TEST(GraphKeptAcrossAResumeTest, ThrowsSinceTheValuesItSavedAreGone) {
+  const TempDir dir;
+  for (const int world_size : {1, 2}) {
+    run_ranks(world_size, [&](const Context& context) {
+      const std::filesystem::path run = dir / std::to_string(world_size);
+      Sharded sharded(context);
+      sharded.train(0);
+      sharded.engine.save(run);
+      sharded.train(1);
+      const at::Tensor kept = loss_of(*sharded.model, 2);
+      ASSERT_EQ(sharded.engine.resume(run), 1);
+      EXPECT_THAT(text_of<std::exception>([&] { kept.backward(); }), HasSubstr("modified by an inplace operation"));
+      sharded.train(1);
     });
   }
 }

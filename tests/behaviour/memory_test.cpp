@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <mutex>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -68,16 +67,11 @@ TEST_P(MemoryTest, PeakStaysWithinFivePercentOfTheSumOfItsParts) {
   };
   const std::size_t before = allocator.live_bytes();
   std::size_t peak = 0, after_backward = 0, before_backward = 0;
-  std::mutex building;
   run_ranks(
       world_size,
       [&](const Context& context) {
         at::set_num_threads(1);
-        std::shared_ptr<StackModel> model;
-        {
-          const std::lock_guard lock(building);
-          model = make_stack();
-        }
+        const std::shared_ptr<StackModel> model = in_turn(make_stack);
         const Batch batch = model->batch(kBatchPerRank, 5);
         Engine engine = shard(context, model, {.units = units<torch::nn::Linear>()});
         Optimizer optimizer = engine.optimizer(AdamW{});

@@ -17,10 +17,10 @@ namespace {
 constexpr std::int64_t kLayers = 3, kWidth = 20, kBatch = 12;
 
 std::shared_ptr<StackModel> make_stack() {
-  static std::mutex building;  // thread ranks draw from one generator
-  const std::lock_guard lock(building);
-  at::manual_seed(11);
-  return std::make_shared<StackModel>(kLayers, kWidth);
+  return in_turn([] {
+    at::manual_seed(11);
+    return std::make_shared<StackModel>(kLayers, kWidth);
+  });
 }
 
 ShardOptions per_linear() { return {.units = units<torch::nn::Linear>()}; }

@@ -253,6 +253,43 @@ TEST(BackwardTest, MayRunOnTwoThreadsOfOneModelAtOnce) {
   });
 }
 
+// Two backward() calls at once: their gradients add up, whichever thread packs, publishes or restarts a round. On one
+// rank the sum of two has the same bits in either order; several ranks may pair their rounds in another way.
+TEST(BackwardTest, MayAccumulateFromTwoThreadsAtOnce) {
+  constexpr int kSteps = 10;
+  const auto train = [](const Context& context, bool at_once) {
+    const auto model = in_turn(function_training().make_model);
+    Engine engine = shard(context, model, function_training().options);
+    Optimizer optimizer = engine.optimizer(SGD{.lr = 0.1});
+    for (int step = 0; step < kSteps; ++step) {
+      std::vector<at::Tensor> losses;
+      for (int i = 0; i < 2; ++i) {
+        const Batch batch = part_of(function_batch(2 * step + i), context.rank(), context.world_size());
+        losses.push_back(model->loss(batch.input, batch.target));
+      }
+      std::vector<std::jthread> threads;
+      for (const at::Tensor& loss : losses) {
+        threads.emplace_back([&loss] {
+          at::set_num_threads(1);
+          loss.backward();
+        });
+        if (!at_once) threads.back().join();
+      }
+      threads.clear();
+      optimizer.step();
+    }
+    return parameters_of(*model);
+  };
+  for (const int world_size : {1, 2}) {
+    run_ranks(world_size, [&](const Context& context) {
+      at::set_num_threads(1);
+      const Tensors expected = train(context, /*at_once=*/false), actual = train(context, /*at_once=*/true);
+      const double tolerance = world_size == 1 ? 0 : 1e-6;
+      for (const auto& [name, value] : expected) expect_equal(actual.at(name), value, tolerance, tolerance, name);
+    });
+  }
+}
+
 TEST(BackwardTest, OverARetainedGraphAccumulates) {
   Training training = function_training();
   training.run_step = [](LossModel& model, const Batch& batch) {

@@ -1,5 +1,7 @@
 // Ranks whose programs differ: units in another order, units that one rank alone uses, units that none does. Each
 // gradient is the mean over all ranks, with zeros where a rank did not use the unit.
+#include <future>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
@@ -119,6 +121,32 @@ TEST_P(RankOrderTest, IsTheSameAtAnyPrefetch) {
     training.options.prefetch = prefetch;
     expect_bit_equal(train_sharded(training, 3), on_demand);
   }
+}
+
+// A rank is blocked where the engine cannot see it: it goes on only when its peer's backward is over. The peer waits for
+// buffers to drain, loses patience and takes overflow buffers; the numbers are those of ranks that go together.
+TEST(BlockedRankTest, CostsItsPeersMemoryAndNeverHangsThem) {
+  const OrderCase order{"Rotated", rotated, "thread"};
+  Training training = expert_training(order, 2);
+  training.options = {.units = units_named({"experts.0", "head"}), .prefetch = 0};
+  const Trace plain = train_plain(training);
+  Trace trace;
+  std::promise<void> backward_is_over;
+  run_ranks(2, [&](const Context& context) {
+    Training blocked = training;
+    int step = 0;
+    blocked.run_step = [&](LossModel& running, const Batch& batch) {
+      const bool last = ++step == training.steps;
+      if (last && !context.is_main()) backward_is_over.get_future().wait();
+      const at::Tensor loss = running.loss(batch.input, batch.target);
+      loss.backward();
+      if (last && context.is_main()) backward_is_over.set_value();
+      return loss.item<double>();
+    };
+    Trace own = train_rank(context, blocked, in_turn(training.make_model));
+    if (context.is_main()) trace = std::move(own);
+  });
+  expect_same(trace, plain);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -44,16 +44,11 @@ TEST_P(SteadyStateTest, EveryStepAfterTheSecondRepeatsItsCallsAndAddresses) {
     calls[r][std::min<std::size_t>(step_of[r], kSteps)][record.operation].push_back(
         {record.operation, record.label, record.output, record.bytes});
   };
-  std::mutex building;
   run_ranks(
       world_size,
       [&](const Context& context) {
         at::set_num_threads(1);
-        std::shared_ptr<LossModel> model;
-        {
-          const std::lock_guard lock(building);
-          model = training.make_model();
-        }
+        const std::shared_ptr<LossModel> model = in_turn(training.make_model);
         Engine engine = shard(context, model, training.options);
         Optimizer optimizer = engine.optimizer(AdamW{});
         for (int step = 0; step < kSteps; ++step) {

@@ -1,5 +1,4 @@
 // Several engines in one process: each has its own units, arena and gradients; an operator may use parameters of both.
-#include <mutex>
 
 #include <gtest/gtest.h>
 
@@ -54,13 +53,12 @@ TEST(TwoEnginesTest, AGanTrainsAsPlainLibTorchDoes) {
   constexpr int kSteps = 4;
   const Tensors expected = plain_adversaries(kSteps);
   for (const int world_size : {1, 2}) {
-    std::mutex building;
     run_ranks(world_size, [&](const Context& context) {
       at::set_num_threads(1);
-      std::unique_lock lock(building);
-      at::manual_seed(9);
-      const AdversarialPair pair;
-      lock.unlock();
+      const AdversarialPair pair = in_turn([] {
+        at::manual_seed(9);
+        return AdversarialPair();
+      });
       const ShardOptions options{.units = units<torch::nn::Linear>()};
       Engine generator = shard(context, pair.generator, options),
              discriminator = shard(context, pair.discriminator, options);

@@ -1,7 +1,6 @@
 #include "tests/cases/case_support.h"
 
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <unordered_map>
 
@@ -175,10 +174,8 @@ class ShardedSession final : public Session {
 
  private:
   std::shared_ptr<LossModel> make_model() const {
-    static std::mutex building;  // modules draw from the one default generator
-    const std::lock_guard lock(building);
     const c10::InferenceMode normal_mode(false);
-    return scenario_.make_model();
+    return in_turn(scenario_.make_model);
   }
   // Its values can only come from a checkpoint.
   std::shared_ptr<LossModel> make_other_model() const {

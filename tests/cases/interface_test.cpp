@@ -8,7 +8,7 @@
 #include <fsdp/testing.h>
 
 #include "tests/cases/case_support.h"
-#include "tests/checkpoint/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp::testing {
 namespace {

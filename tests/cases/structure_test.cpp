@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/cases/case_support.h"
-#include "tests/checkpoint/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp::testing {
 namespace {

@@ -9,7 +9,7 @@
 #include "checkpoint/manifest.h"
 #include "tests/checkpoint/faulty_file_system.h"
 #include "tests/checkpoint/model_shard.h"
-#include "tests/checkpoint/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp {
 namespace {

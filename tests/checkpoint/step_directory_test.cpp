@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/checkpoint/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp {
 namespace {

@@ -1,7 +1,7 @@
 #include "sharding/communication_stream.h"
 
 #include <atomic>
-#include <mutex>
+#include <future>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -13,41 +13,36 @@
 namespace fsdp {
 namespace {
 
-void wait_idle(Communicator& communicator, const CommunicationStream& stream) {
-  communicator.wait_until([&] { return stream.is_idle(); }, "the stream");
-}
-
 TEST(CommunicationStreamTest, RunsReadyJobsInOrderAndLetsThemPassOneThatWaits) {
   run_ranks(1, [](const Context& context) {
     Communicator& communicator = context.communicator();
     std::atomic<bool> open{false};
     std::vector<int> order;
-    CommunicationStream stream(communicator, [] {});
-    stream.enqueue({[&] { return open.load(); }, [&] { order.push_back(0); }, "the first"});
     std::atomic<int> done{0};
-    for (int job = 1; job <= 3; ++job) {
-      stream.enqueue({[] { return true; },
+    CommunicationStream stream(communicator, [] {});
+    for (int job = 0; job <= 3; ++job) {
+      stream.enqueue({[&open, job] { return job > 0 || open.load(); },
                       [&order, &done, &communicator, job] {
                         order.push_back(job);
                         ++done;
                         communicator.ring();
                       },
-                      "another"});
+                      "a job"});
     }
-    communicator.wait_until([&] { return done == 3; }, "the others");
-    EXPECT_FALSE(stream.is_idle());
+    communicator.wait_until([&] { return done == 3; }, "the jobs that are ready");
     open = true;
     communicator.ring();
-    wait_idle(communicator, stream);
+    communicator.wait_until([&] { return done == 4; }, "the job that waited");
     EXPECT_EQ(order, (std::vector<int>{1, 2, 3, 0}));
   });
 }
 
 TEST(CommunicationStreamTest, KeepsTheFirstFailureAndAbortsTheGroupWithItsText) {
   run_ranks(1, [](const Context& context) {
-    CommunicationStream stream(context.communicator(), [] {});
+    std::promise<void> failed;
+    CommunicationStream stream(context.communicator(), [&] { failed.set_value(); });
     stream.enqueue({[] { return true; }, [] { throw DeviceError("the wire is cut"); }, "gather of layers.3"});
-    while (!stream.is_idle()) std::this_thread::yield();
+    failed.get_future().wait();
     EXPECT_THROW(stream.check(), DeviceError);
     try {
       context.communicator().check();

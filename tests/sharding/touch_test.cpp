@@ -264,7 +264,7 @@ TEST(TouchTest, OfAClosedEngineSaysSo) {
     RecordingOwner owner("w");
     w = owner.add();
   }
-  EXPECT_THAT(error_text([&] { w.sum(); }), HasSubstr("keep the fsdp::Engine"));
+  EXPECT_THAT(error_text([&] { w.sum(); }), HasSubstr("aten::sum: gone"));
 }
 
 TEST(GradientPlaceholderTest, TakesWhatAutogradAddsToIt) {
@@ -285,7 +285,7 @@ TEST(GradientPlaceholderTest, IsClearedByZeroGrad) {
 TEST(GradientPlaceholderTest, RefusesEveryOtherUseByName) {
   RecordingOwner owner("w");
   const at::Tensor gradient = owner.add(PagedStorage::Role::kGradient), ones = at::ones({2, 4});
-  const auto refused = AllOf(HasSubstr("gradients are sharded"), HasSubstr("w0"));
+  const auto refused = HasSubstr(": absent w0");
   EXPECT_THAT(error_text([&] { gradient.sum(); }), refused);
   EXPECT_THAT(error_text([&] { gradient.mul_(2); }), refused);
   EXPECT_THAT(error_text([&] { gradient.add_(ones); }), refused) << "outside of backward";

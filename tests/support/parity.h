@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,14 @@ struct Training {
 Training mixed_training();
 
 Trace train_plain(const Training& training);
+std::mutex& drawing_mutex();
+// `make()`, one rank at a time: modules draw from the process's one generator, which thread ranks share.
+template <class Make>
+auto in_turn(const Make& make) {
+  const std::lock_guard lock(drawing_mutex());
+  return make();
+}
+
 // Ranks as threads of this process.
 Trace train_sharded(const Training& training, int world_size);
 // This rank's run; losses and gradients are filled on rank 0 only.

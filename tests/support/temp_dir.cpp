@@ -1,4 +1,4 @@
-#include "tests/checkpoint/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 #include <algorithm>
 #include <fstream>
