@@ -226,11 +226,15 @@ void PeerCommunicator::gather(const GatherRequest& request) {
   require(request.offset <= held && request.shard_bytes <= held - request.offset, rank(),
           fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}",
                       request.label, held, request.shard_bytes, request.offset));
+  const int ranks = request.ranks != 0 ? request.ranks : world_size();
+  require(request.first_rank >= 0 && ranks > 0 && request.first_rank <= world_size() - ranks, rank(),
+          fmt::format("gather of {}: expected owners among {} ranks, got {} from rank {} on", request.label,
+                      world_size(), ranks, request.first_rank));
   // Starting at a different owner on each rank spreads the readers over the owners' memory.
-  for (int i = 0; i < world_size(); ++i) {
-    const int peer = (rank() + i) % world_size();
-    stream_copy(request.output + static_cast<std::size_t>(peer) * request.shard_bytes,
-                request.source->peer(peer).data() + request.offset, request.shard_bytes);
+  for (int i = 0; i < ranks; ++i) {
+    const int owner = (rank() + i) % ranks;
+    stream_copy(request.output + static_cast<std::size_t>(owner) * request.shard_bytes,
+                request.source->peer(request.first_rank + owner).data() + request.offset, request.shard_bytes);
   }
 }
 

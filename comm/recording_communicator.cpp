@@ -90,7 +90,8 @@ void RecordingCommunicator::barrier() {
 }
 
 void RecordingCommunicator::gather(const GatherRequest& request) {
-  const std::size_t bytes = request.shard_bytes * static_cast<std::size_t>(world_size());
+  const int ranks = request.ranks != 0 ? request.ranks : world_size();
+  const std::size_t bytes = request.shard_bytes * static_cast<std::size_t>(ranks);
   run({.operation = "gather", .label = std::string(request.label), .bytes = bytes, .output = request.output},
       [&] { inner_->gather(request); });
 }

@@ -51,6 +51,11 @@ Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, 
   if (options.prefetch < 0 || options.prefetch > 62) {
     throw InvalidArgument(fmt::format("fsdp::shard: expected prefetch in 0..62, got {}", options.prefetch));
   }
+  if (options.shard_group < 0 || (options.shard_group != 0 && context.world_size() % options.shard_group != 0)) {
+    throw InvalidArgument(
+        fmt::format("fsdp::shard: expected shard_group to divide the {} ranks, or 0 for all of them, got {}",
+                    context.world_size(), options.shard_group));
+  }
   std::vector<CutUnit> units = cut_units(*module, options.units);
   check_same_model(context, units);
   return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), options));

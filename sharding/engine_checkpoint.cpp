@@ -61,6 +61,9 @@ void EngineState::save(const std::filesystem::path& dir) {
     CheckpointContent content;
     content.step = core_.step;
     content.views = shard_views();
+    if (core_.mesh.replica() != 0) {
+      for (ShardView& view : content.views) view.end = view.begin;  // the first replica writes for all
+    }
     content.tied = core_.model.tied_names();
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
@@ -102,9 +105,9 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
     in_memory_order = zeroed_bytes(bytes.size());
     target = static_cast<std::byte*>(in_memory_order.mutable_data_ptr());
   }
-  for (int rank = 0; rank < context().world_size(); ++rank) {
-    const ShardPiece piece = group.layout->piece(p.index_in_group, rank);
-    core_.communicator().read(*core_.parameters, rank,
+  for (int share = 0; share < core_.mesh.shares; ++share) {
+    const ShardPiece piece = group.layout->piece(p.index_in_group, share);
+    core_.communicator().read(*core_.parameters, core_.mesh.rank_of(0, share),
                               group.shard_offset + static_cast<std::size_t>(piece.shard_offset) * element_bytes,
                               {target + static_cast<std::size_t>(piece.begin) * element_bytes,
                                static_cast<std::size_t>(piece.numel()) * element_bytes});

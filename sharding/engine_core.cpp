@@ -20,13 +20,15 @@ at::Tensor zeroed_bytes(std::size_t bytes) {
   return at::zeros({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte));
 }
 
-EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, int the_prefetch, StorageOwner* owner)
+EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, int shares, int the_prefetch,
+                       StorageOwner* owner)
     : context(the_context),
+      mesh{the_context.world_size(), the_context.rank(), shares},
       prefetch(the_prefetch),
-      model(std::move(units), the_context.communicator(), owner),
+      model(std::move(units), mesh, owner),
       parameters(communicator().allocate(model.parameter_shard_bytes)),
-      gradients(zeroed_bytes(model.state_shard_bytes)),
-      mailbox(communicator(), static_cast<int>(model.units.size()), slots_for(prefetch)),
+      gradients(communicator().allocate(model.state_shard_bytes)),
+      mailbox(communicator(), mesh, static_cast<int>(model.units.size()), slots_for(prefetch)),
       slots(communicator(), mailbox, slots_for(prefetch), model.slot_bytes),
       timeline(trainable_counts(model), prefetch),
       stream(communicator(), [this] { changed.notify_all(); }) {}

@@ -12,6 +12,7 @@
 #include <fsdp/context.h>
 
 #include "sharding/communication_stream.h"
+#include "sharding/mesh.h"
 #include "sharding/reduce_mailbox.h"
 #include "sharding/sharded_model.h"
 #include "sharding/slots.h"
@@ -24,13 +25,11 @@ at::Tensor zeroed_bytes(std::size_t bytes);
 
 struct EngineCore {
   // Collective.
-  EngineCore(const Context& the_context, std::vector<CutUnit> units, int the_prefetch, StorageOwner* owner);
+  EngineCore(const Context& the_context, std::vector<CutUnit> units, int shares, int the_prefetch, StorageOwner* owner);
 
   Communicator& communicator() const { return context.communicator(); }
   std::byte* parameter_shard(const FlatGroup& group) const { return parameters->local().data() + group.shard_offset; }
-  std::byte* gradient_shard(const FlatGroup& group) const {
-    return static_cast<std::byte*>(gradients.mutable_data_ptr()) + group.state_offset;
-  }
+  std::byte* gradient_shard(const FlatGroup& group) const { return gradients->local().data() + group.state_offset; }
   const std::string& unit_name(int unit) const { return model.units[static_cast<std::size_t>(unit)].name; }
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.
   std::string describe(std::string_view operation, int unit) const;
@@ -48,10 +47,11 @@ struct EngineCore {
   }
 
   Context context;
+  Mesh mesh;
   int prefetch;
   ShardedModel model;
   std::unique_ptr<Segment> parameters;  // each rank's shards of all groups
-  at::Tensor gradients;                 // bytes: this rank's shards of all trainable groups' gradients
+  std::unique_ptr<Segment> gradients;   // of all trainable groups' gradients
   ReduceMailbox mailbox;
   Slots slots;
   std::atomic<std::int64_t> step{0};

@@ -17,7 +17,8 @@ ShardView EngineState::view_of(const ShardedParameter& p, ShardKind kind, DType 
           .strides = p.tensor.strides().vec(),
           .begin = p.piece.begin,
           .end = p.piece.end,
-          .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype)};
+          .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype),
+          .replica = core_.mesh.replica()};
 }
 
 std::vector<ShardView> EngineState::shard_views() const {
@@ -72,6 +73,7 @@ Plan EngineState::plan() {
   plan.predicted = memory();
   const std::lock_guard lock(core_.mutex);
   plan.world_size = context().world_size();
+  plan.shard_group = core_.mesh.shares;
   plan.backend = context().backend();
   plan.prefetch = core_.prefetch;
   plan.slots = slots_for(core_.prefetch);

@@ -27,7 +27,8 @@ EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Modu
                          const ShardOptions& options)
     : module_(std::move(module)),
       options_(options),
-      core_(context, std::move(units), options.prefetch, this),
+      core_(context, std::move(units), options.shard_group != 0 ? options.shard_group : context.world_size(),
+            options.prefetch, this),
       pager_(core_),
       reducer_(core_, pager_),
       gradients_(core_.model.parameters.size()) {
@@ -65,7 +66,7 @@ void EngineState::broadcast_parameters() {
     communicator.barrier();
     for (const int index : unit.groups) {
       const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-      const std::size_t share = static_cast<std::size_t>(communicator.rank()) * group.shard_bytes();
+      const std::size_t share = static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes();
       communicator.read(core_.slots.segment(), /*rank=*/0, core_.slots.location(kSlot) + group.slot_offset + share,
                         {core_.parameter_shard(group), group.shard_bytes()});
     }
@@ -91,9 +92,9 @@ void EngineState::begin_step() {
 
 // NOTE [Writes to parameters]
 // An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective: all ranks gather the old
-// values, all write their resident copy, then the owner of each element takes its own new value, or, where it has
-// changed nothing, that of the lowest rank that has (max_norm scales the rows that a rank looks up, whoever owns
-// them). The resident copies are dropped: ranks may have written different values (random initialisation), and the
+// values, all write their resident copy, then the owners of each element take the new value of the first of them, or,
+// where that one has changed nothing, of the lowest rank that has (max_norm scales the rows that a rank looks up,
+// whoever owns them). The resident copies are dropped: ranks may have written different values (random initialisation), and the
 // shards decide.
 void EngineState::acquire(const OperatorUse& use) {
   const std::vector<int> units = units_of(use);
@@ -147,8 +148,8 @@ void EngineState::write_back(const OperatorUse& use) {
 }
 
 void EngineState::merge_written(const FlatGroup& group, const Segment& written, std::size_t offset) {
-  const std::size_t share = offset + static_cast<std::size_t>(context().rank()) * group.shard_bytes();
-  std::vector<const std::byte*> copies{written.local().data() + share};
+  const std::size_t share = offset + static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes();
+  std::vector<const std::byte*> copies{written.peer(core_.mesh.rank_of(0, core_.mesh.share())).data() + share};
   for (int rank = 0; rank < context().world_size(); ++rank) copies.push_back(written.peer(rank).data() + share);
   const std::size_t element_bytes = size_of(group.dtype);
   std::byte* shard = core_.parameter_shard(group);

@@ -16,6 +16,10 @@ namespace {
 // In a published location: the buffer is in the settlement's overflow segment, not in the arena.
 constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63;
 
+std::size_t gradient_bytes(const FlatGroup& group, std::int64_t numel) {
+  return static_cast<std::size_t>(numel) * size_of(state_dtype(group.dtype));
+}
+
 }  // namespace
 
 GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
@@ -194,17 +198,17 @@ void GradientReducer::publish_absent(int unit) {
 void GradientReducer::enqueue_reduction(std::shared_ptr<Round> round) {
   const int unit = round->unit;
   const std::uint64_t generation = round->generation;
-  core_.stream.enqueue({.ready = [this, unit, generation] { return core_.mailbox.is_published(unit, generation); },
-                        .run = [this, round = std::move(round)] { reduce(*round); },
+  core_.stream.enqueue({.ready = [this, unit, generation] { return core_.mailbox.is_reducible(unit, generation); },
+                        .run = [this, round = std::move(round)] { reduce(round); },
                         .what = core_.describe("reduce", unit)});
 }
 
-void GradientReducer::reduce(Round& round) {
-  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
+  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round->unit)];
   Communicator& communicator = core_.communicator();
   std::vector<const std::byte*> buffers, inputs(static_cast<std::size_t>(communicator.world_size()));
   for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    const std::uint64_t location = core_.mailbox.location(rank, round.unit, round.generation);
+    const std::uint64_t location = core_.mailbox.location(rank, round->unit, round->generation);
     if (location == ReduceMailbox::kAbsent) {
       buffers.push_back(nullptr);
     } else if ((location & kInOverflow) != 0) {
@@ -213,23 +217,51 @@ void GradientReducer::reduce(Round& round) {
       buffers.push_back(core_.slots.segment().peer(rank).data() + location);
     }
   }
-  if (round.accumulates) restart(round);
+  if (round->accumulates) restart(*round);
   for (const int index : unit.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     if (!group.trainable) continue;
-    const std::size_t share = group.slot_offset + static_cast<std::size_t>(communicator.rank()) * group.shard_bytes();
+    const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), core_.mesh.replica());
+    const std::size_t begin = group.slot_offset + static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes() +
+                              static_cast<std::size_t>(part.offset) * size_of(group.dtype);
     for (std::size_t rank = 0; rank < inputs.size(); ++rank)
-      inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + share : nullptr;
+      inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + begin : nullptr;
     communicator.reduce({.inputs = inputs,
-                         .numel = group.layout->shard_numel(),
+                         .numel = part.numel,
                          .input_dtype = group.dtype,
-                         .output = core_.gradient_shard(group),
-                         .accumulate = round.accumulates,
+                         .output = core_.gradient_shard(group) + gradient_bytes(group, part.offset),
+                         .accumulate = round->accumulates,
                          .divisor = communicator.world_size(),
                          .label = unit.name});
   }
+  core_.mailbox.consume(round->unit, round->generation);
+  const auto is_summed = [this, round] { return core_.mailbox.is_summed(round->unit, round->generation); };
+  if (is_summed()) {
+    complete(*round);
+  } else {
+    core_.stream.enqueue({.ready = is_summed,
+                          .run = [this, round] { complete(*round); },
+                          .what = core_.describe("reduce", round->unit)});
+  }
+}
+
+// Copies the parts of this rank's share that its other owners have summed.
+void GradientReducer::complete(Round& round) {
+  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  for (const int index : unit.groups) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
+    if (!group.trainable) continue;
+    for (int replica = 0; replica < core_.mesh.replicas(); ++replica) {
+      if (replica == core_.mesh.replica()) continue;
+      const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), replica);
+      const std::size_t begin = gradient_bytes(group, part.offset);
+      core_.communicator().read(*core_.gradients, core_.mesh.rank_of(replica, core_.mesh.share()),
+                                group.state_offset + begin,
+                                {core_.gradient_shard(group) + begin, gradient_bytes(group, part.numel)});
+    }
+  }
   move_to(round.state, GradientState::kReduced, unit.name);
-  core_.mailbox.consume(round.unit, round.generation);
+  core_.mailbox.complete(round.unit, round.generation);
 }
 
 // What the user has cleared no longer counts: the round's own gradients are all there is.
@@ -237,9 +269,8 @@ void GradientReducer::restart(const Round& round) {
   for (const int parameter : round.restarts) {
     const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-    const std::size_t element_bytes = size_of(state_dtype(group.dtype));
-    std::memset(core_.gradient_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * element_bytes, 0,
-                static_cast<std::size_t>(p.piece.numel()) * element_bytes);
+    std::memset(core_.gradient_shard(group) + gradient_bytes(group, p.piece.shard_offset), 0,
+                gradient_bytes(group, p.piece.numel()));
   }
 }
 
@@ -324,7 +355,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
   // All ranks are here and publish everything, so every reduction ends; a buffer may be reused once all have read it.
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-    wait_drained(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
+    wait_settled(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
   }
   overflow_.reset();
 }
@@ -336,7 +367,7 @@ void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit,
     // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait
     // ends.
     const auto depth = static_cast<std::uint64_t>(slots_for(core_.prefetch));
-    if (rounds.generation >= depth) wait_drained(lock, unit, rounds.generation + 1 - depth, operation);
+    if (rounds.generation >= depth) wait_settled(lock, unit, rounds.generation + 1 - depth, operation);
     const auto next = std::find_if(pending_.begin(), pending_.end(),
                                    [&](const auto& round) { return round->unit == unit; });
     if (next == pending_.end()) {
@@ -350,11 +381,11 @@ void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit,
   }
 }
 
-void GradientReducer::wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation,
+void GradientReducer::wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation,
                                    std::string_view operation) {
-  if (core_.mailbox.is_drained(unit, generation)) return;
+  if (core_.mailbox.is_settled(unit, generation)) return;
   lock.unlock();
-  core_.communicator().wait_until([&] { return core_.mailbox.is_drained(unit, generation); },
+  core_.communicator().wait_until([&] { return core_.mailbox.is_settled(unit, generation); },
                                   fmt::format("{} in {}", core_.describe("reduce", unit), operation));
   lock.lock();
 }

@@ -75,14 +75,15 @@ class GradientReducer {
   void begin_generation(Round& round);
   void publish_absent(int unit);
   void enqueue_reduction(std::shared_ptr<Round> round);
-  void reduce(Round& round);
+  void reduce(const std::shared_ptr<Round>& round);
+  void complete(Round& round);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
   // Sets used_.
   Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
                     std::string_view operation);
-  void wait_drained(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
+  void wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
 
   EngineCore& core_;
   Pager& pager_;

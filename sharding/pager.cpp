@@ -163,7 +163,9 @@ void Pager::run_gather(int unit) {
                                  .offset = group.shard_offset,
                                  .shard_bytes = group.shard_bytes(),
                                  .output = data + group.slot_offset,
-                                 .label = layout.name});
+                                 .label = layout.name,
+                                 .first_rank = core_.mesh.rank_of(core_.mesh.replica(), 0),
+                                 .ranks = core_.mesh.shares});
   }
   const std::lock_guard lock(core_.mutex);
   for (const int index : layout.groups) {

@@ -18,23 +18,28 @@ constexpr std::uint64_t kRunning = 0;
 constexpr int kGenerationBits = 40;
 }  // namespace
 
-// Layout of each rank's part: waiting word, then `units` consumed words, then units * depth entries. Zero bytes are
-// the start state.
+// Layout of each rank's part: waiting word, then `units` consumed and `units` complete words, then units * depth
+// entries. Zero bytes are the start state.
 struct ReduceMailbox::Board {
   std::atomic<std::uint64_t>* words;
+  int unit_count;
   Entry* entries;
   Board(std::span<std::byte> bytes, int units)
       : words(reinterpret_cast<std::atomic<std::uint64_t>*>(bytes.data())),
-        entries(reinterpret_cast<Entry*>(words + 1 + units)) {}
+        unit_count(units),
+        entries(reinterpret_cast<Entry*>(words + words_for(units))) {}
+  static int words_for(int units) { return 1 + 2 * units; }
   std::atomic<std::uint64_t>& waiting() const { return words[0]; }
   std::atomic<std::uint64_t>& consumed(int unit) const { return words[1 + unit]; }
+  std::atomic<std::uint64_t>& complete(int unit) const { return words[1 + unit_count + unit]; }
 };
 
-ReduceMailbox::ReduceMailbox(Communicator& communicator, int units, int depth)
+ReduceMailbox::ReduceMailbox(Communicator& communicator, const Mesh& mesh, int units, int depth)
     : communicator_(communicator),
+      mesh_(mesh),
       units_(units),
       depth_(depth),
-      segment_(communicator.allocate(sizeof(std::uint64_t) * static_cast<std::size_t>(1 + units) +
+      segment_(communicator.allocate(sizeof(std::uint64_t) * static_cast<std::size_t>(Board::words_for(units)) +
                                      sizeof(Entry) * static_cast<std::size_t>(units * depth))) {}
 
 void ReduceMailbox::publish(int unit, std::uint64_t generation, std::uint64_t location) {
@@ -44,7 +49,8 @@ void ReduceMailbox::publish(int unit, std::uint64_t generation, std::uint64_t lo
   communicator_.ring();
 }
 
-bool ReduceMailbox::is_published(int unit, std::uint64_t generation) const {
+bool ReduceMailbox::is_reducible(int unit, std::uint64_t generation) const {
+  if (!is_complete(unit, generation - 1)) return false;
   for (int rank = 0; rank < communicator_.world_size(); ++rank) {
     if (entry(rank, unit, generation).generation.load(std::memory_order_acquire) != generation) return false;
   }
@@ -78,6 +84,31 @@ void ReduceMailbox::set_word(std::uint64_t word) {
   if (own.load(std::memory_order_relaxed) == word) return;
   own.store(word, std::memory_order_release);
   if (word != kRunning) communicator_.ring();
+}
+
+bool ReduceMailbox::is_summed(int unit, std::uint64_t generation) const {
+  for (int replica = 0; replica < mesh_.replicas(); ++replica) {
+    const Board board(segment_->peer(mesh_.rank_of(replica, mesh_.share())), units_);
+    if (board.consumed(unit).load(std::memory_order_acquire) < generation) return false;
+  }
+  return true;
+}
+
+void ReduceMailbox::complete(int unit, std::uint64_t generation) {
+  Board(segment_->local(), units_).complete(unit).store(generation, std::memory_order_release);
+  communicator_.ring();
+}
+
+bool ReduceMailbox::is_complete(int unit, std::uint64_t generation) const {
+  for (int replica = 0; replica < mesh_.replicas(); ++replica) {
+    const Board board(segment_->peer(mesh_.rank_of(replica, mesh_.share())), units_);
+    if (board.complete(unit).load(std::memory_order_acquire) < generation) return false;
+  }
+  return true;
+}
+
+bool ReduceMailbox::is_settled(int unit, std::uint64_t generation) const {
+  return is_drained(unit, generation) && is_complete(unit, generation);
 }
 
 // Whether `rank`, whose waiting word is `word`, cannot go on before `other` does.

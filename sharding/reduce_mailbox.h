@@ -4,7 +4,9 @@
 // NOTE [Reduce mailbox]
 // A unit's gradients are reduced in generations 1, 2, 3, ..., the same on every rank. Rank r publishes (unit,
 // generation, location of its buffer); when all ranks have, each sums its own share from all the buffers and then
-// counts the generation as consumed. A buffer may be overwritten once every rank has consumed it (drained). Nothing
+// counts the generation as consumed. A buffer may be overwritten once every rank has consumed it (drained). With
+// replicas (NOTE [Mesh]) a rank sums its part of the share only; once all owners of the share have consumed, it copies
+// their parts and counts the generation as complete. An owner goes on to the next generation when all have. Nothing
 // here blocks: waiting is Communicator::wait_until.
 //
 // NOTE [Waiting for a slot]
@@ -20,6 +22,8 @@
 
 #include <fsdp/communicator.h>
 
+#include "sharding/mesh.h"
+
 namespace fsdp {
 
 class ReduceMailbox {
@@ -27,13 +31,17 @@ class ReduceMailbox {
   static constexpr std::uint64_t kAbsent = ~std::uint64_t{0};  // location of a rank that contributes zeros
 
   // Collective. At most `depth` generations of a unit may be undrained at once.
-  ReduceMailbox(Communicator& communicator, int units, int depth);
+  ReduceMailbox(Communicator& communicator, const Mesh& mesh, int units, int depth);
 
   void publish(int unit, std::uint64_t generation, std::uint64_t location);
-  bool is_published(int unit, std::uint64_t generation) const;  // by every rank
+  // By every rank, and all owners of this share are done with the generation before.
+  bool is_reducible(int unit, std::uint64_t generation) const;
   std::uint64_t location(int rank, int unit, std::uint64_t generation) const;
   void consume(int unit, std::uint64_t generation);
-  bool is_drained(int unit, std::uint64_t generation) const;  // by every rank
+  bool is_drained(int unit, std::uint64_t generation) const;  // consumed by every rank
+  bool is_summed(int unit, std::uint64_t generation) const;   // consumed by every owner of this share
+  void complete(int unit, std::uint64_t generation);
+  bool is_settled(int unit, std::uint64_t generation) const;  // drained, and complete on every owner of this share
 
   // What this rank's program waits for: a generation to be drained, or nothing.
   void set_waiting(int unit, std::uint64_t generation);
@@ -50,8 +58,10 @@ class ReduceMailbox {
   Entry& own_entry(int unit, std::uint64_t generation);
   void set_word(std::uint64_t word);
   bool waits_for(int rank, int other, std::uint64_t word) const;
+  bool is_complete(int unit, std::uint64_t generation) const;
 
   Communicator& communicator_;
+  const Mesh& mesh_;
   int units_, depth_;
   std::unique_ptr<Segment> segment_;
 };

@@ -59,7 +59,7 @@ void check_shardable(const NamedParameter& parameter) {
 
 }  // namespace
 
-ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communicator, StorageOwner* owner) {
+ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Mesh& mesh, StorageOwner* owner) {
   std::unordered_map<const void*, std::string> storages;
   for (const CutUnit& unit : cut) {
     for (const NamedParameter& parameter : unit.parameters) check_own_storage(parameter, storages);
@@ -68,7 +68,7 @@ ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Communicator& communi
     for (const NamedParameter& parameter : unit.parameters) check_shardable(parameter);
   }
   for (CutUnit& unit : cut) add_unit(std::move(unit));
-  lay_out(communicator.world_size(), communicator.rank());
+  lay_out(mesh);
   make_storages(owner);
 }
 
@@ -113,14 +113,14 @@ void ShardedModel::add_unit(CutUnit unit) {
   units.push_back(std::move(layout));
 }
 
-void ShardedModel::lay_out(int world_size, int rank) {
+void ShardedModel::lay_out(const Mesh& mesh) {
   for (UnitLayout& unit : units) {
     for (const int index : unit.groups) {
       FlatGroup& group = groups[static_cast<std::size_t>(index)];
       std::vector<std::int64_t> numels;
       for (const int parameter : group.parameters)
         numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
-      group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), world_size);
+      group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), mesh.shares);
       group.slot_offset = unit.slot_bytes;
       unit.slot_bytes += group.flat_bytes();
       group.shard_offset = parameter_shard_bytes;
@@ -131,7 +131,7 @@ void ShardedModel::lay_out(int world_size, int rank) {
       }
       for (const int parameter : group.parameters) {
         ShardedParameter& p = parameters[static_cast<std::size_t>(parameter)];
-        p.piece = group.layout->piece(p.index_in_group, rank);
+        p.piece = group.layout->piece(p.index_in_group, mesh.share());
       }
     }
     slot_bytes = std::max(slot_bytes, unit.slot_bytes);

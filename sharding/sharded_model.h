@@ -11,11 +11,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <fsdp/communicator.h>
 #include <fsdp/dtype.h>
 
 #include "memory/torch_compat.h"
 #include "memory/torch_storage.h"
+#include "sharding/mesh.h"
 #include "sharding/shard_layout.h"
 #include "sharding/unit_cut.h"
 
@@ -67,7 +67,7 @@ class ShardedModel {
  public:
   // Lays the units out; touches no tensor yet. `owner` is told of every use of the storages made here and must outlive
   // them or orphan() them. Throws InvalidArgument by name for a parameter that cannot be sharded.
-  ShardedModel(std::vector<CutUnit> units, const Communicator& communicator, StorageOwner* owner);
+  ShardedModel(std::vector<CutUnit> units, const Mesh& mesh, StorageOwner* owner);
 
   std::vector<UnitLayout> units;
   std::vector<FlatGroup> groups;
@@ -95,7 +95,7 @@ class ShardedModel {
 
  private:
   void add_unit(CutUnit unit);
-  void lay_out(int world_size, int rank);
+  void lay_out(const Mesh& mesh);
   void make_storages(StorageOwner* owner);
 
   std::unordered_map<const void*, std::size_t> index_of_;

@@ -85,9 +85,13 @@ ShardedOptimizer::Norm ShardedOptimizer::gradient_norm(const std::vector<bool>& 
     const ShardedParameter& p = core_.model.parameters[i];
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
     const DType dtype = state_dtype(group.dtype);
+    // The owners of a share hold the same gradients: each counts its own part.
+    const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), core_.mesh.replica());
+    const std::int64_t begin = std::max(p.piece.shard_offset, part.offset),
+                       end = std::min(p.piece.shard_offset + p.piece.numel(), part.offset + part.numel);
+    if (begin >= end) continue;
     const double squares = fsdp::sum_of_squares(
-        core_.gradient_shard(group) + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype), p.piece.numel(),
-        dtype);
+        core_.gradient_shard(group) + static_cast<std::size_t>(begin) * size_of(dtype), end - begin, dtype);
     if (!std::isfinite(squares)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
     own.sum_of_squares += squares;
   }

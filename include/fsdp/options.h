@@ -56,6 +56,10 @@ Units units_named(std::vector<std::string> names);
 struct ShardOptions {
   Units units{};
   Strategy strategy = Strategy::kFullShard;
+  // Ranks that share one copy of the model; 0 = all. Less than all (hybrid sharding, HSDP): ranks [0, n), [n, 2n), ...
+  // hold a copy each, gather within it only, and average gradients over all ranks. REQUIRES a divisor of the world
+  // size.
+  int shard_group = 0;
   // Units gathered ahead once the timeline is known; 0 = on demand. The arena has prefetch + 2 slots of the largest
   // unit's size.
   int prefetch = 1;

@@ -26,6 +26,7 @@ struct ShardView {
   std::vector<std::int64_t> strides;  // in elements; dense and non-overlapping
   std::int64_t begin = 0, end = 0;    // elements
   std::byte* data = nullptr;          // (end - begin) * size_of(dtype) bytes; borrowed from the engine
+  int replica = 0;                    // which copy of the model this is a part of; every copy has the same bytes
 };
 
 }  // namespace fsdp

@@ -123,6 +123,15 @@ TEST_P(RankOrderTest, IsTheSameAtAnyPrefetch) {
   }
 }
 
+TEST_P(RankOrderTest, HasTheSameBitsInReplicas) {
+  Training training = expert_training(GetParam(), 4);
+  const Trace full = train_sharded(training, 4);
+  for (const int shard_group : {1, 2}) {
+    training.options.shard_group = shard_group;
+    expect_bit_equal(train_sharded(training, 4), full);
+  }
+}
+
 // A rank is blocked where the engine cannot see it: it goes on only when its peer's backward is over. The peer waits for
 // buffers to drain, loses patience and takes overflow buffers; the numbers are those of ranks that go together.
 TEST(BlockedRankTest, CostsItsPeersMemoryAndNeverHangsThem) {

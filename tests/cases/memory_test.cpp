@@ -40,7 +40,8 @@ class MemoryCase : public ::testing::TestWithParam<std::tuple<int, int>> {  // w
   int world_size() const { return std::get<0>(GetParam()); }
   int prefetch() const { return std::get<1>(GetParam()); }
 
-  // Runs the body on each rank; then all segments of all ranks must fit the shards of `shards` kinds and the arena.
+  // Runs the body on each rank; then all segments of all ranks must fit the shards of `shards` kinds (parameters and
+  // gradients) and the arena.
   void run_within(std::size_t shards, const std::function<void(const Context&)>& body) {
     std::atomic<std::size_t> segment_bytes{0};
     RunRanksOptions options;
@@ -71,7 +72,7 @@ using C33ParametersAfterTraining = MemoryCase;
 // ahead for a next step that never comes. After steps, and after a query of the gradients, only the shards are there.
 // After an evaluation, whose end nobody can see, its last units are still in the arena, which is no larger for it.
 TEST_P(C33ParametersAfterTraining, AreShardsOnly) {
-  run_within(1, [this](const Context& context) {
+  run_within(2, [this](const Context& context) {
     at::set_num_threads(1);
     auto model = std::make_shared<StackModel>(kLayers, kWidth);
     Engine engine = shard(context, model, {.units = units<Linear>(), .prefetch = prefetch()});
@@ -149,7 +150,7 @@ using C34ForwardWithoutGradients = MemoryCase;
 // for, and no more after the call.
 TEST_P(C34ForwardWithoutGradients, HoldsTheArenaAndNoMoreWhileItRunsAndAfterIt) {
   CountingAllocator& allocator = CountingAllocator::install();
-  run_within(1, [&](const Context& context) {
+  run_within(2, [&](const Context& context) {
     at::set_num_threads(1);
     auto model = std::make_shared<NestedModel>();
     Engine engine = shard(context, model, {.units = units<Inner, Outer>(), .prefetch = prefetch()});
@@ -206,7 +207,7 @@ TEST_P(C35ForwardWithGradients, KeepsNoWeightsForBackward) {
     session.see_parameters("end");
   };
   const Tensors expected = run_plain(scenario);
-  run_within(1, [&](const Context& context) {
+  run_within(2, [&](const Context& context) {
     const Tensors seen = run_sharded(scenario, context);
     if (context.is_main()) expect_same_seen(seen, expected);
   });

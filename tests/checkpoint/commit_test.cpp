@@ -224,14 +224,16 @@ TEST(CommitTest, RefusesTiesToNothingAndBadNamesOfRankState) {
   const TempDir dir;
   expect_all(failures(2,
                       [&](Context context) {
-                        CheckpointContent content = ModelShard(context.rank(), 2).content(1);
+                        ModelShard shard(context.rank(), 2);
+                        CheckpointContent content = shard.content(1);
                         content.tied["a"] = "nothing";
                         save_checkpoint(context.communicator(), dir.path(), content);
                       }),
              HasSubstr("no parameter is named nothing"));
   expect_all(failures(2,
                       [&](Context context) {
-                        CheckpointContent content = ModelShard(context.rank(), 2).content(1);
+                        ModelShard shard(context.rank(), 2);
+                        CheckpointContent content = shard.content(1);
                         content.rank_state["../rng"] = {};
                         save_checkpoint(context.communicator(), dir.path(), content);
                       }),

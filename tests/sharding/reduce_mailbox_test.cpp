@@ -10,23 +10,62 @@
 namespace fsdp {
 namespace {
 
-TEST(ReduceMailboxTest, IsPublishedWhenAllHaveAndDrainedWhenAllHaveRead) {
+Mesh full_shard(const Context& context) {
+  return {.world_size = context.world_size(), .rank = context.rank(), .shares = context.world_size()};
+}
+
+TEST(ReduceMailboxTest, IsReducibleWhenAllHavePublishedAndDrainedWhenAllHaveRead) {
   run_ranks(3, [](const Context& context) {
-    ReduceMailbox mailbox(context.communicator(), 2, 3);
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), mesh, 2, 3);
     for (std::uint64_t generation = 1; generation <= 10; ++generation) {
       const auto location = generation * 100 + static_cast<std::uint64_t>(context.rank());
       mailbox.publish(1, generation, location);
-      context.communicator().wait_until([&] { return mailbox.is_published(1, generation); }, "publication");
-      EXPECT_FALSE(mailbox.is_published(0, generation));
+      context.communicator().wait_until([&] { return mailbox.is_reducible(1, generation); }, "publication");
+      EXPECT_FALSE(mailbox.is_reducible(0, generation));
       for (int rank = 0; rank < 3; ++rank)
         EXPECT_EQ(mailbox.location(rank, 1, generation), generation * 100 + static_cast<std::uint64_t>(rank));
       context.communicator().barrier();
       EXPECT_FALSE(mailbox.is_drained(1, generation));
       context.communicator().barrier();
       mailbox.consume(1, generation);
+      mailbox.complete(1, generation);
       context.communicator().wait_until([&] { return mailbox.is_drained(1, generation); }, "draining");
     }
     context.communicator().barrier();
+  });
+}
+
+// Two replicas of two shares. Ranks 0 and 2 own share 0: each copies when both have summed, and reduces the next
+// generation when both have copied, whatever the owners of share 1 do.
+TEST(ReduceMailboxTest, OwnersOfAShareWaitForEachOtherTwice) {
+  run_ranks(4, [](const Context& context) {
+    const Mesh mesh{.world_size = 4, .rank = context.rank(), .shares = 2};
+    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
+    Communicator& communicator = context.communicator();
+    const bool owns_share_0 = mesh.share() == 0;
+    for (const std::uint64_t generation : {1, 2}) mailbox.publish(0, generation, 0);
+    communicator.barrier();
+    EXPECT_TRUE(mailbox.is_reducible(0, 1));
+    EXPECT_FALSE(mailbox.is_reducible(0, 2));
+    communicator.barrier();
+    if (context.rank() == 0) mailbox.consume(0, 1);
+    communicator.barrier();
+    EXPECT_FALSE(mailbox.is_summed(0, 1));
+    communicator.barrier();
+    if (context.rank() == 2) mailbox.consume(0, 1);
+    communicator.barrier();
+    EXPECT_EQ(mailbox.is_summed(0, 1), owns_share_0);
+    EXPECT_FALSE(mailbox.is_drained(0, 1)) << "the owners of share 1 still read";
+    if (owns_share_0) mailbox.complete(0, 1);
+    communicator.barrier();
+    EXPECT_EQ(mailbox.is_reducible(0, 2), owns_share_0);
+    EXPECT_FALSE(mailbox.is_settled(0, 1));
+    communicator.barrier();
+    if (!owns_share_0) mailbox.consume(0, 1);
+    communicator.barrier();
+    EXPECT_TRUE(mailbox.is_drained(0, 1));
+    EXPECT_EQ(mailbox.is_settled(0, 1), owns_share_0);
   });
 }
 
@@ -37,7 +76,8 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
     while (count < target) std::this_thread::yield();
   };
   run_ranks(3, [&](const Context& context) {
-    ReduceMailbox mailbox(context.communicator(), 2, 3);
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), mesh, 2, 3);
     EXPECT_FALSE(mailbox.is_deadlocked());
     if (context.rank() < 2) {
       mailbox.publish(context.rank(), 1, 0);
@@ -60,7 +100,8 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
 
 TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
   run_ranks(2, [](const Context& context) {
-    ReduceMailbox mailbox(context.communicator(), 1, 3);
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
     mailbox.publish(0, 1, 0);
     mailbox.set_waiting(0, 1);  // published by both: the reductions end on their own
     context.communicator().barrier();
@@ -72,7 +113,8 @@ TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
 // Rank 0 is in a collective of the user's (a mean of the losses) before it has published what rank 1 needs.
 TEST(ReduceMailboxTest, ARankInACollectiveThatThisOneHasNotReachedIsPartOfACircle) {
   run_ranks(2, [](const Context& context) {
-    ReduceMailbox mailbox(context.communicator(), 1, 3);
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
     if (context.rank() == 1) {
       mailbox.publish(0, 1, 0);
       mailbox.set_waiting(0, 1);

@@ -43,12 +43,16 @@ struct Model final : torch::nn::Module {
   at::Tensor frozen, wide, empty, scalar;
 };
 
+Mesh full_shard(const Context& context) {
+  return {.world_size = context.world_size(), .rank = context.rank(), .shares = context.world_size()};
+}
+
 // The sharded model of each rank, in turn.
 void with_sharded(int world_size, const std::function<void(Model&, ShardedModel&, const Context&)>& body) {
   run_ranks(world_size, [&](const Context& context) {
     NoOwner owner;
     Model model;
-    ShardedModel sharded(cut_units(model, units<torch::nn::Linear>()), context.communicator(), &owner);
+    ShardedModel sharded(cut_units(model, units<torch::nn::Linear>()), full_shard(context), &owner);
     body(model, sharded, context);
     sharded.release();
   });
@@ -208,7 +212,7 @@ TEST(ShardedModelTest, RefusesATrainedParameterOfAnIntegerType) {
     units[0].name = "layer";
     units[0].parameters.push_back({"layer.mask", {}, at::ones({2}, at::kComplexFloat)});
     try {
-      const ShardedModel sharded(std::move(units), context.communicator(), &owner);
+      const ShardedModel sharded(std::move(units), full_shard(context), &owner);
       ADD_FAILURE() << "a complex parameter was taken";
     } catch (const InvalidArgument& error) {
       EXPECT_THAT(error.what(), HasSubstr("ComplexFloat"));

@@ -219,10 +219,10 @@ Tensors assemble(const Context& context, const std::vector<ShardView>& views) {
   for (const ShardView& view : views) {
     std::int64_t numel = 1;
     for (const std::int64_t size : view.shape) numel *= size;
-    // Each rank puts its range into zeros and the sum over ranks is the whole.
+    // Each rank of one copy puts its range into zeros and the sum over ranks is the whole.
     at::Tensor flat = at::zeros({numel}, to_scalar_type(view.dtype));
     auto* bytes = static_cast<std::byte*>(flat.mutable_data_ptr());
-    if (view.end > view.begin) {
+    if (view.end > view.begin && view.replica == 0) {
       std::memcpy(bytes + static_cast<std::size_t>(view.begin) * size_of(view.dtype), view.data,
                   static_cast<std::size_t>(view.end - view.begin) * size_of(view.dtype));
     }
