@@ -11,14 +11,16 @@
 namespace fsdp {
 namespace {
 
-// Ranks with different models would agree on nothing that follows.
-void check_same_model(const Context& context, const std::vector<CutUnit>& units) {
+// Ranks with different models or options would agree on nothing that follows.
+void check_same_model(const Context& context, const std::vector<CutUnit>& units, const ShardOptions& options) {
   struct Summary {
     std::uint64_t hash = 0;
     std::int64_t parameters = 0, numel = 0;
     bool operator==(const Summary&) const = default;
   } own;
   const auto mix = [&own](std::uint64_t value) { own.hash = (own.hash ^ value) * 1099511628211ULL; };
+  mix(static_cast<std::uint64_t>(options.prefetch));
+  mix(static_cast<std::uint64_t>(options.shard_group));
   for (const CutUnit& unit : units) {
     mix(std::hash<std::string>()(unit.name));
     for (const NamedParameter& p : unit.parameters) {
@@ -37,10 +39,11 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units)
   for (int rank = 1; rank < context.world_size(); ++rank) {
     const Summary& other = all[static_cast<std::size_t>(rank)];
     if (other == all[0]) continue;
-    throw InvalidArgument(fmt::format("fsdp::shard: rank {} has another model or other units than rank 0 ({} "
-                                      "parameters of {} elements, rank 0 {} of {}); build the same on every rank",
-                                      rank, other.parameters, other.numel, all[0].parameters, all[0].numel),
-                          rank);
+    throw InvalidArgument(
+        fmt::format("fsdp::shard: rank {} has another model, other units or other options than rank 0 ({} "
+                    "parameters of {} elements, rank 0 {} of {}); build the same on every rank",
+                    rank, other.parameters, other.numel, all[0].parameters, all[0].numel),
+        rank);
   }
 }
 
@@ -57,7 +60,7 @@ Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, 
                     context.world_size(), options.shard_group));
   }
   std::vector<CutUnit> units = cut_units(*module, options.units);
-  check_same_model(context, units);
+  check_same_model(context, units, options);
   return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), options));
 }
 

@@ -152,5 +152,14 @@ TEST(ShardGroupTest, ThatDoesNotDivideTheRanksIsRefusedOnEveryRank) {
   }
 }
 
+TEST(ShardGroupTest, ThatDiffersBetweenRanksIsRefusedOnEveryRank) {
+  run_ranks(4, [](const Context& context) {
+    const auto model = in_turn([] { return std::make_shared<FunctionModel>(plain_function); });
+    const std::string text = text_of<InvalidArgument>(
+        [&] { shard(context, model, {.shard_group = context.rank() == 2 ? 2 : 4}); });
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 2"), HasSubstr("options")));
+  });
+}
+
 }  // namespace
 }  // namespace fsdp::testing

@@ -147,6 +147,14 @@ TEST_P(CommunicatorContractTest, GatherReadsTheOwnersShards) {
       Bytes output(expected.size());
       communicator.gather({segment.get(), kOffset, own.size(), output.data(), "unit"});
       EXPECT_TRUE(output == expected) << shape_name(dtype, count);
+      for (int first = 0; first < world_size(); ++first) {
+        for (int ranks = 1; ranks <= world_size() - first; ++ranks) {
+          Bytes some(index_of(ranks) * own.size());
+          communicator.gather({segment.get(), kOffset, own.size(), some.data(), "unit", first, ranks});
+          EXPECT_TRUE(std::ranges::equal(some, std::span(expected).subspan(index_of(first) * own.size(), some.size())))
+              << shape_name(dtype, count) << " of " << ranks << " ranks from " << first;
+        }
+      }
       const int peer = (context.rank() + 1) % world_size();
       Bytes one(own.size());
       communicator.read(*segment, peer, kOffset, one);
@@ -300,6 +308,8 @@ TEST_P(CommunicatorContractTest, OneSidedCallsRefuseRangesOutsideAShard) {
     EXPECT_THROW(communicator.gather({segment.get(), 0, 101, output.data(), "unit"}), InvalidArgument);
     EXPECT_THROW(communicator.gather({segment.get(), 101, 0, output.data(), "unit"}), InvalidArgument);
     EXPECT_THROW(communicator.gather({nullptr, 0, 1, output.data(), "unit"}), InvalidArgument);
+    EXPECT_THROW(communicator.gather({segment.get(), 0, 1, output.data(), "unit", 1, world_size()}), InvalidArgument);
+    EXPECT_THROW(communicator.gather({segment.get(), 0, 1, output.data(), "unit", -1, 1}), InvalidArgument);
     EXPECT_THROW(communicator.read(*segment, world_size(), 0, output), InvalidArgument);
     EXPECT_THROW(communicator.reduce({.numel = 1, .output = output.data()}), InvalidArgument);
     EXPECT_THROW(communicator.broadcast(output, world_size()), InvalidArgument);
