@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/TensorImpl.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -1,6 +1,18 @@
 #include "memory/torch_storage.h"
 
 namespace fsdp {
+namespace {
+
+// LibTorch 2.11 can make a storage throw a text to raw readers, but has no call that undoes it. The flag is private; an
+// explicit instantiation may name it.
+bool& throws_on_read(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*flag>
+struct ThrowsOnRead {
+  friend bool& throws_on_read(c10::StorageImpl& storage) { return storage.*flag; }
+};
+template struct ThrowsOnRead<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace
 
 PagedStorage::PagedStorage(std::size_t nbytes, Role role, StorageOwner* owner, int index, std::string absent_text)
     : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(nbytes)),
@@ -25,7 +37,7 @@ void PagedStorage::orphan(std::string absent_text) {
 }
 
 void PagedStorage::point_at(void* data) {
-  clear_data_ptr_access_error_msg_();
+  throws_on_read(*this) = false;
   set_data_ptr_noswap(c10::DataPtr(data, c10::Device(c10::DeviceType::CPU)));
 }
 
