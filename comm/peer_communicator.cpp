@@ -49,8 +49,6 @@ void require(bool holds, int rank, const std::string& message) {
   if (!holds) throw InvalidArgument(fmt::format("{} (rank {})", message, rank), rank);
 }
 
-std::size_t bytes_of(std::int64_t numel, DType dtype) { return static_cast<std::size_t>(numel) * size_of(dtype); }
-
 // The errno of a step that may fail on this rank alone; 0 if it did not.
 template <class Step>
 int error_of(const Step& step) {
@@ -223,18 +221,21 @@ void PeerCommunicator::gather(const GatherRequest& request) {
   group_.throw_if_aborted({Operation::kGather, request.label});
   require(request.source != nullptr, rank(), fmt::format("gather of {}: source is null", request.label));
   const std::size_t held = request.source->bytes();
-  require(request.offset <= held && request.shard_bytes <= held - request.offset, rank(),
-          fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}",
-                      request.label, held, request.shard_bytes, request.offset));
   const int ranks = request.ranks != 0 ? request.ranks : world_size();
+  const std::size_t span = request.shard_bytes + request.stride * static_cast<std::size_t>(std::max(ranks, 1) - 1);
+  require(request.offset <= held && span <= held - request.offset, rank(),
+          fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}",
+                      request.label, held, span, request.offset));
   require(request.first_rank >= 0 && ranks > 0 && request.first_rank <= world_size() - ranks, rank(),
           fmt::format("gather of {}: expected owners among {} ranks, got {} from rank {} on", request.label,
                       world_size(), ranks, request.first_rank));
   // Starting at a different owner on each rank spreads the readers over the owners' memory.
   for (int i = 0; i < ranks; ++i) {
-    const int owner = (rank() + i) % ranks;
-    stream_copy(request.output + static_cast<std::size_t>(owner) * request.shard_bytes,
-                request.source->peer(request.first_rank + owner).data() + request.offset, request.shard_bytes);
+    const auto owner = static_cast<std::size_t>((rank() + i) % ranks);
+    std::byte* target = request.output + owner * request.shard_bytes;
+    const std::byte* share = request.source->peer(request.first_rank + static_cast<int>(owner)).data() +
+                             request.offset + owner * request.stride;
+    if (target != share) stream_copy(target, share, request.shard_bytes);
   }
 }
 

@@ -15,8 +15,6 @@ std::int64_t now_ns() {
       .count();
 }
 
-std::size_t bytes_of(std::int64_t numel, DType dtype) { return static_cast<std::size_t>(numel) * size_of(dtype); }
-
 // What reduce writes per element: fp32 for the floats of 16 bits.
 std::size_t reduced_size_of(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? sizeof(float) : size_of(dtype);

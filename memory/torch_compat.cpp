@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/TensorImpl.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -76,20 +77,23 @@ at::ScalarType to_scalar_type(DType dtype) {
   return at::kFloat;
 }
 
-at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like,
+at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like, DType dtype,
                            std::int64_t offset) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), like.key_set().add(kTouchKey), like.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), like.key_set().add(kTouchKey),
+                                                   c10::scalarTypeToTypeMeta(to_scalar_type(dtype)));
   impl->set_sizes_and_strides(like.sizes(), like.strides(), offset);
   return at::Tensor(std::move(impl));
 }
 
-at::Tensor make_plain_view(void* data, const at::Tensor& like) {
-  return at::from_blob(data, like.sizes(), like.strides(), at::TensorOptions(like.scalar_type()));
+at::Tensor make_plain_view(void* data, const at::Tensor& like, DType dtype) {
+  return at::from_blob(data, like.sizes(), like.strides(), at::TensorOptions(to_scalar_type(dtype)));
 }
 
 void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool backward_reaches_every_leaf() { return torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); }
 
 const void* install_gradient_hook(const at::Tensor& parameter, std::shared_ptr<GradientHook> hook) {
   auto adapter = std::make_unique<HookAdapter>(std::move(hook));

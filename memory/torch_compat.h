@@ -25,11 +25,11 @@ std::string_view touch_key_name();
 DType to_dtype(at::ScalarType type);  // throws InvalidArgument for a type that checkpoints cannot hold
 at::ScalarType to_scalar_type(DType dtype);
 
-// A tensor over `storage` that carries kTouchKey, with the sizes, strides and dtype of `like`; offset in elements.
-at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like,
+// A tensor over `storage` that carries kTouchKey, with the sizes and strides of `like`; offset in elements.
+at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like, DType dtype,
                            std::int64_t offset);
-// A plain tensor over borrowed memory, with the sizes, strides and dtype of `like`.
-at::Tensor make_plain_view(void* data, const at::Tensor& like);
+// A plain tensor over borrowed memory, with the sizes and strides of `like`.
+at::Tensor make_plain_view(void* data, const at::Tensor& like, DType dtype);
 
 inline bool carries_touch_key(const at::Tensor& tensor) { return tensor.key_set().has(kTouchKey); }
 
@@ -38,6 +38,8 @@ void bump_version(const at::Tensor& tensor);
 
 // The calling thread is executing a backward pass.
 bool in_backward();
+// REQUIRES in_backward(). It is one that accumulates into every leaf, not into a few that were asked for.
+bool backward_reaches_every_leaf();
 
 // What runs when a leaf's gradient has been accumulated. No other thread adds to the gradient while it runs; where
 // several add at once, one call may find what all have added, and the others nothing.

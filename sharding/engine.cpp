@@ -12,7 +12,8 @@ namespace fsdp {
 namespace {
 
 // Ranks with different models or options would agree on nothing that follows.
-void check_same_model(const Context& context, const std::vector<CutUnit>& units, const ShardOptions& options) {
+void check_same_model(const Context& context, const std::vector<CutUnit>& units,
+                      const std::vector<UnitPolicy>& policies, const ShardOptions& options) {
   struct Summary {
     std::uint64_t hash = 0;
     std::int64_t parameters = 0, numel = 0;
@@ -20,7 +21,11 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units,
   } own;
   const auto mix = [&own](std::uint64_t value) { own.hash = (own.hash ^ value) * 1099511628211ULL; };
   mix(static_cast<std::uint64_t>(options.prefetch));
-  mix(static_cast<std::uint64_t>(options.shard_group));
+  for (const UnitPolicy& policy : policies) {
+    mix(static_cast<std::uint64_t>(policy.shares));
+    mix(static_cast<std::uint64_t>(policy.keeps_parameters) * 2 + static_cast<std::uint64_t>(policy.keeps_gradients));
+    mix(static_cast<std::uint64_t>(policy.param) * 16 + static_cast<std::uint64_t>(policy.reduce));
+  }
   for (const CutUnit& unit : units) {
     mix(std::hash<std::string>()(unit.name));
     for (const NamedParameter& p : unit.parameters) {
@@ -54,14 +59,10 @@ Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, 
   if (options.prefetch < 0 || options.prefetch > 62) {
     throw InvalidArgument(fmt::format("fsdp::shard: expected prefetch in 0..62, got {}", options.prefetch));
   }
-  if (options.shard_group < 0 || (options.shard_group != 0 && context.world_size() % options.shard_group != 0)) {
-    throw InvalidArgument(
-        fmt::format("fsdp::shard: expected shard_group to divide the {} ranks, or 0 for all of them, got {}",
-                    context.world_size(), options.shard_group));
-  }
   std::vector<CutUnit> units = cut_units(*module, options.units);
-  check_same_model(context, units, options);
-  return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), options));
+  const std::vector<UnitPolicy> policies = resolve_policies(units, options, context.world_size());
+  check_same_model(context, units, policies, options);
+  return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), policies, options));
 }
 
 Engine::Engine(std::unique_ptr<EngineState> state) : state_(std::move(state)) {}
@@ -70,6 +71,7 @@ Engine& Engine::operator=(Engine&&) noexcept = default;
 Engine::~Engine() = default;
 
 Optimizer Engine::optimizer(AdamW options) { return state_->make_optimizer(std::move(options)); }
+Optimizer Engine::optimizer(Adam options) { return state_->make_optimizer(std::move(options)); }
 Optimizer Engine::optimizer(SGD options) { return state_->make_optimizer(std::move(options)); }
 void Engine::save(const std::filesystem::path& dir) { state_->save(dir); }
 std::optional<std::int64_t> Engine::resume(const std::filesystem::path& dir) { return state_->resume(dir); }
@@ -77,6 +79,9 @@ void Engine::consolidate(const std::filesystem::path& file) { state_->consolidat
 void Engine::load_consolidated(const std::filesystem::path& file) { state_->load_consolidated(file); }
 std::vector<ShardView> Engine::shard_views() const { return state_->shard_views(); }
 std::vector<ShardView> Engine::gradient_views() { return state_->gradient_views(); }
+NoSync Engine::no_sync() { return NoSync(*state_); }
+KeepGathered Engine::keep_gathered() { return KeepGathered(*state_); }
+Summoned Engine::summon(const SummonOptions& options) { return Summoned(*state_, options); }
 MemoryReport Engine::memory() const { return state_->memory(); }
 Plan Engine::plan() const { return state_->plan(); }
 std::int64_t Engine::step() const { return state_->steps(); }

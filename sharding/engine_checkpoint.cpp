@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
@@ -10,6 +9,7 @@
 #include <fsdp/checkpoint.h>
 #include <fsdp/error.h>
 
+#include "memory/torch_random.h"
 #include "sharding/engine_state.h"
 
 namespace fsdp {
@@ -18,20 +18,16 @@ namespace {
 constexpr const char* kRandomState = "rng";
 std::string step_scalar(const std::string& parameter) { return "optimizer_step." + parameter; }
 
-std::vector<std::byte> random_state() {
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  const std::lock_guard lock(generator.mutex());
-  const at::Tensor state = generator.get_state();
+std::vector<std::byte> random_bytes() {
+  const at::Tensor state = random_state();
   const auto* bytes = static_cast<const std::byte*>(state.const_data_ptr());
   return {bytes, bytes + state.nbytes()};
 }
 
-void set_random_state(const std::vector<std::byte>& bytes) {
-  at::Tensor state = at::empty({static_cast<std::int64_t>(bytes.size())}, at::TensorOptions(at::kByte));
+void set_random_bytes(const std::vector<std::byte>& bytes) {
+  const at::Tensor state = at::empty({static_cast<std::int64_t>(bytes.size())}, at::TensorOptions(at::kByte));
   std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
+  set_random_state(state);
 }
 
 // Every rank learns whether the others succeeded; the first failing rank's text is thrown on all.
@@ -61,8 +57,8 @@ void EngineState::save(const std::filesystem::path& dir) {
     CheckpointContent content;
     content.step = core_.step;
     content.views = shard_views();
-    if (core_.mesh.replica() != 0) {
-      for (ShardView& view : content.views) view.end = view.begin;  // the first replica writes for all
+    for (ShardView& view : content.views) {
+      if (view.replica != 0) view.end = view.begin;  // the first replica writes for all
     }
     content.tied = core_.model.tied_names();
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
@@ -70,7 +66,7 @@ void EngineState::save(const std::filesystem::path& dir) {
       if (optimizer_ != nullptr && p.trainable_index >= 0)
         content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
     }
-    content.rank_state[kRandomState] = random_state();
+    content.rank_state[kRandomState] = random_bytes();
     save_checkpoint(core_.communicator(), dir, content);
   });
 }
@@ -81,6 +77,7 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
     drop_resident("Engine::resume");
     const std::optional<LoadedCheckpoint> loaded = load_checkpoint(core_.communicator(), dir, shard_views());
     if (!loaded) return std::nullopt;
+    refresh_parameters();
     core_.step = loaded->step;
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
@@ -89,7 +86,7 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
       optimizer_->parameter_steps()[i] = steps != loaded->scalars.end() ? steps->second : 0;
     }
     if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end())
-      set_random_state(random->second);
+      set_random_bytes(random->second);
     core_.communicator().barrier();
     return loaded->step;
   });
@@ -97,23 +94,26 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
 
 // Puts together one whole parameter from its owners, in row-major order.
 void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) const {
-  const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-  const std::size_t element_bytes = size_of(p.dtype);
+  const FlatGroup& group = core_.model.group_of(p);
+  const Mesh& mesh = core_.model.unit_of(group).mesh;
+  const DType dtype = group.master_dtype;
   at::Tensor in_memory_order;
   std::byte* target = bytes.data();
   if (!p.tensor.is_contiguous()) {
     in_memory_order = zeroed_bytes(bytes.size());
     target = static_cast<std::byte*>(in_memory_order.mutable_data_ptr());
   }
-  for (int share = 0; share < core_.mesh.shares; ++share) {
+  for (int share = 0; share < mesh.shares; ++share) {
     const ShardPiece piece = group.layout->piece(p.index_in_group, share);
-    core_.communicator().read(*core_.parameters, core_.mesh.rank_of(0, share),
-                              group.shard_offset + static_cast<std::size_t>(piece.shard_offset) * element_bytes,
-                              {target + static_cast<std::size_t>(piece.begin) * element_bytes,
-                               static_cast<std::size_t>(piece.numel()) * element_bytes});
+    const std::size_t share_offset = group.has_master() ? group.master_offset
+                                                        : group.parameter_offset +
+                                                              static_cast<std::size_t>(share) * group.parameter_stride;
+    core_.communicator().read(group.has_master() ? *core_.masters : *core_.parameters, mesh.rank_of(0, share),
+                              share_offset + bytes_of(piece.shard_offset, dtype),
+                              {target + bytes_of(piece.begin, dtype), bytes_of(piece.numel(), dtype)});
   }
   if (in_memory_order.defined()) {
-    const at::Tensor row_major = make_plain_view(target, p.tensor).contiguous();
+    const at::Tensor row_major = make_plain_view(target, p.tensor, dtype).contiguous();
     std::memcpy(bytes.data(), row_major.const_data_ptr(), bytes.size());
   }
 }
@@ -126,7 +126,7 @@ void EngineState::consolidate(const std::filesystem::path& file) {
       std::vector<TensorInfo> tensors;
       std::map<std::string, const ShardedParameter*> by_name;
       for (const ShardedParameter& p : core_.model.parameters) {
-        tensors.push_back({p.name, p.dtype, p.tensor.sizes().vec()});
+        tensors.push_back({p.name, core_.model.group_of(p).master_dtype, p.sizes});
         by_name[p.name] = &p;
       }
       write_consolidated(
@@ -141,8 +141,15 @@ void EngineState::load_consolidated(const std::filesystem::path& file) {
     drop_resident("Engine::load_consolidated");
     std::vector<ShardView> views = shard_views();
     std::erase_if(views, [](const ShardView& view) { return view.kind != ShardKind::kParameter; });
-    together(core_.communicator(), [&] { read_consolidated(file, views, core_.model.tied_names()); });
+    together(core_.communicator(), [&] {
+      read_consolidated(file, views, core_.model.tied_names());
+      refresh_parameters();
+    });
   });
+}
+
+void EngineState::refresh_parameters() {
+  for (const FlatGroup& group : core_.model.groups) core_.refresh_parameters(group);
 }
 
 void EngineState::drop_resident(std::string_view operation) {

@@ -7,10 +7,20 @@
 namespace fsdp {
 namespace {
 
-std::vector<int> trainable_counts(const ShardedModel& model) {
-  std::vector<int> counts;
-  for (const UnitLayout& unit : model.units) counts.push_back(static_cast<int>(unit.trainable.size()));
-  return counts;
+std::vector<PlannedUnit> planned_units(const ShardedModel& model) {
+  std::vector<PlannedUnit> units;
+  for (const UnitLayout& unit : model.units) {
+    units.push_back({.trainable = static_cast<int>(unit.trainable.size()),
+                     .keeps_parameters = unit.policy.keeps_parameters,
+                     .keeps_gradients = unit.policy.keeps_gradients});
+  }
+  return units;
+}
+
+std::vector<Mesh> meshes_of(const ShardedModel& model) {
+  std::vector<Mesh> meshes;
+  for (const UnitLayout& unit : model.units) meshes.push_back(unit.mesh);
+  return meshes;
 }
 
 }  // namespace
@@ -20,18 +30,25 @@ at::Tensor zeroed_bytes(std::size_t bytes) {
   return at::zeros({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte));
 }
 
-EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, int shares, int the_prefetch,
-                       StorageOwner* owner)
+EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, const std::vector<UnitPolicy>& policies,
+                       int the_prefetch, StorageOwner* owner)
     : context(the_context),
-      mesh{the_context.world_size(), the_context.rank(), shares},
       prefetch(the_prefetch),
-      model(std::move(units), mesh, owner),
-      parameters(communicator().allocate(model.parameter_shard_bytes)),
-      gradients(communicator().allocate(model.state_shard_bytes)),
-      mailbox(communicator(), mesh, static_cast<int>(model.units.size()), slots_for(prefetch)),
-      slots(communicator(), mailbox, slots_for(prefetch), model.slot_bytes),
-      timeline(trainable_counts(model), prefetch),
+      model(std::move(units), policies, the_context.world_size(), the_context.rank(), owner),
+      parameters(communicator().allocate(model.parameter_bytes)),
+      masters(communicator().allocate(model.master_bytes)),
+      gradients(communicator().allocate(model.gradient_bytes)),
+      // Each undrained generation of a unit holds a slot, its local gradients, or room for the next one.
+      mailbox(communicator(), meshes_of(model), slots_for(planned_units(model), prefetch) + 2),
+      slots(communicator(), mailbox, slots_for(planned_units(model), prefetch), model.slot_bytes),
+      timeline(planned_units(model), prefetch),
       stream(communicator(), [this] { changed.notify_all(); }) {}
+
+void EngineCore::refresh_parameters(const FlatGroup& group) const {
+  if (!group.has_master()) return;
+  cast_elements(parameter_shard(group), group.dtype, master_shard(group), group.master_dtype,
+                group.layout->shard_numel());
+}
 
 std::string EngineCore::describe(std::string_view operation, int unit) const {
   return fmt::format("{} of unit {} (rank {}, step {})", operation, unit_name(unit), context.rank(), step.load());

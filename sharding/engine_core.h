@@ -12,7 +12,6 @@
 #include <fsdp/context.h>
 
 #include "sharding/communication_stream.h"
-#include "sharding/mesh.h"
 #include "sharding/reduce_mailbox.h"
 #include "sharding/sharded_model.h"
 #include "sharding/slots.h"
@@ -25,12 +24,26 @@ at::Tensor zeroed_bytes(std::size_t bytes);
 
 struct EngineCore {
   // Collective.
-  EngineCore(const Context& the_context, std::vector<CutUnit> units, int shares, int the_prefetch, StorageOwner* owner);
+  EngineCore(const Context& the_context, std::vector<CutUnit> units, const std::vector<UnitPolicy>& policies,
+             int the_prefetch, StorageOwner* owner);
 
   Communicator& communicator() const { return context.communicator(); }
-  std::byte* parameter_shard(const FlatGroup& group) const { return parameters->local().data() + group.shard_offset; }
-  std::byte* gradient_shard(const FlatGroup& group) const { return gradients->local().data() + group.state_offset; }
-  const std::string& unit_name(int unit) const { return model.units[static_cast<std::size_t>(unit)].name; }
+  const UnitLayout& unit(int index) const { return model.units[static_cast<std::size_t>(index)]; }
+  const std::string& unit_name(int index) const { return unit(index).name; }
+  // This rank's own share of a group.
+  std::byte* parameter_shard(const FlatGroup& group) const {
+    return parameters->local().data() + group.parameter_offset + share_of(group) * group.parameter_stride;
+  }
+  std::byte* gradient_shard(const FlatGroup& group) const { return gradients->local().data() + gradient_offset(group); }
+  std::size_t gradient_offset(const FlatGroup& group) const {
+    return group.gradient_offset + share_of(group) * group.gradient_stride;
+  }
+  // What counts: NOTE [Master weights].
+  std::byte* master_shard(const FlatGroup& group) const {
+    return group.has_master() ? masters->local().data() + group.master_offset : parameter_shard(group);
+  }
+  // Rounds the master into the parameters, where there is one.
+  void refresh_parameters(const FlatGroup& group) const;
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.
   std::string describe(std::string_view operation, int unit) const;
   // A wait for a slot to drain need not go on: it has drained, or an overflow buffer is to be taken.
@@ -47,11 +60,11 @@ struct EngineCore {
   }
 
   Context context;
-  Mesh mesh;
   int prefetch;
   ShardedModel model;
-  std::unique_ptr<Segment> parameters;  // each rank's shards of all groups
-  std::unique_ptr<Segment> gradients;   // of all trainable groups' gradients
+  std::unique_ptr<Segment> parameters;  // each rank's shares of all groups, or all shares: NOTE [Strategies]
+  std::unique_ptr<Segment> masters;     // fp32 shares of groups that are computed in 16 bits
+  std::unique_ptr<Segment> gradients;   // of all trainable groups, as `parameters`
   ReduceMailbox mailbox;
   Slots slots;
   std::atomic<std::int64_t> step{0};
@@ -61,6 +74,11 @@ struct EngineCore {
   Timeline timeline;
 
   CommunicationStream stream;  // last: its thread ends before the rest goes
+
+ private:
+  std::size_t share_of(const FlatGroup& group) const {
+    return static_cast<std::size_t>(model.unit_of(group).mesh.share());
+  }
 };
 
 }  // namespace fsdp

@@ -21,14 +21,27 @@ class EngineHook final : public GradientHook {
   EngineState& engine_;
 };
 
+void validate(const StepOptions& options) {
+  const auto require = [](bool holds, std::string_view field, double found) {
+    if (!holds) throw InvalidArgument(fmt::format("Optimizer::step: expected {} above 0, got {}", field, found));
+  };
+  if (options.max_grad_norm) require(*options.max_grad_norm > 0, "max_grad_norm", *options.max_grad_norm);
+  if (options.max_grad_value) require(*options.max_grad_value > 0, "max_grad_value", *options.max_grad_value);
+  require(options.norm_type > 0, "norm_type", options.norm_type);
+  if (options.max_grad_norm && options.max_grad_value) {
+    throw InvalidArgument(
+        fmt::format("Optimizer::step: max_grad_norm {} together with max_grad_value {}; clip by the norm or by value",
+                    *options.max_grad_norm, *options.max_grad_value));
+  }
+}
+
 }  // namespace
 
 EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units,
-                         const ShardOptions& options)
+                         const std::vector<UnitPolicy>& policies, const ShardOptions& options)
     : module_(std::move(module)),
       options_(options),
-      core_(context, std::move(units), options.shard_group != 0 ? options.shard_group : context.world_size(),
-            options.prefetch, this),
+      core_(context, std::move(units), policies, options.prefetch, this),
       pager_(core_),
       reducer_(core_, pager_),
       gradients_(core_.model.parameters.size()) {
@@ -52,24 +65,20 @@ EngineState::~EngineState() {
   core_.model.release();
 }
 
-// Each rank takes its shards from what rank 0 packed into its first slot.
+// Each rank takes its shares from what rank 0 packed.
 void EngineState::broadcast_parameters() {
-  constexpr int kSlot = 0;
   Communicator& communicator = core_.communicator();
-  for (const UnitLayout& unit : core_.model.units) {
-    if (context().is_main()) {
-      for (const int index : unit.groups) {
-        const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-        core_.model.pack(group, core_.slots.data(kSlot) + group.slot_offset);
-      }
-    }
+  std::size_t largest = 0;
+  for (const FlatGroup& group : core_.model.groups)
+    largest = std::max(largest, bytes_of(group.layout->numel(), group.master_dtype));
+  const std::unique_ptr<Segment> packed = communicator.allocate(largest);
+  for (const FlatGroup& group : core_.model.groups) {
+    if (context().is_main()) core_.model.pack(group, packed->local().data());
     communicator.barrier();
-    for (const int index : unit.groups) {
-      const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-      const std::size_t share = static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes();
-      communicator.read(core_.slots.segment(), /*rank=*/0, core_.slots.location(kSlot) + group.slot_offset + share,
-                        {core_.parameter_shard(group), group.shard_bytes()});
-    }
+    const std::size_t bytes = bytes_of(group.layout->shard_numel(), group.master_dtype);
+    const auto share = static_cast<std::size_t>(core_.model.unit_of(group).mesh.share());
+    communicator.read(*packed, /*rank=*/0, share * bytes, {core_.master_shard(group), bytes});
+    core_.refresh_parameters(group);
     communicator.barrier();
   }
 }
@@ -77,8 +86,7 @@ void EngineState::broadcast_parameters() {
 std::vector<int> EngineState::units_of(const OperatorUse& use) const {
   std::vector<int> units;
   for (const PagedStorage* storage : use.storages) {
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
-    const int unit = core_.model.parameters[static_cast<std::size_t>(group.parameters.front())].unit;
+    const int unit = core_.model.groups[static_cast<std::size_t>(storage->index())].unit;
     if (!contains(units, unit)) units.push_back(unit);
   }
   return units;
@@ -95,7 +103,8 @@ void EngineState::begin_step() {
 // values, all write their resident copy, then the owners of each element take the new value of the first of them, or,
 // where that one has changed nothing, of the lowest rank that has (max_norm scales the rows that a rank looks up,
 // whoever owns them). The resident copies are dropped: ranks may have written different values (random initialisation), and the
-// shards decide.
+// shards decide. Where a unit keeps its parameters the operator has overwritten this rank's own share, too, which is
+// therefore saved before.
 void EngineState::acquire(const OperatorUse& use) {
   const std::vector<int> units = units_of(use);
   {
@@ -106,6 +115,7 @@ void EngineState::acquire(const OperatorUse& use) {
   if (!use.writes) return;
   try {
     guarded(use.name, [&] { core_.communicator().barrier(); });
+    save_shares(use);
   } catch (...) {
     const std::lock_guard lock(core_.mutex);
     pager_.release(units, /*discard=*/true);
@@ -125,7 +135,30 @@ void EngineState::release(const OperatorUse& use, bool completed) {
       if (wrote) engine.identity_checked_ = false;  // an out= operator resizes what it writes
     }
   } const unpin{*this, units, use.writes};
-  if (use.writes && completed) guarded(use.name, [&] { write_back(use); });
+  if (!use.writes) return;
+  if (completed) {
+    guarded(use.name, [&] { write_back(use); });
+  } else {
+    restore_shares(use);
+  }
+}
+
+void EngineState::save_shares(const OperatorUse& use) {
+  for (const PagedStorage* storage : use.storages) {
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
+    const std::byte* share = core_.parameter_shard(group);
+    if (core_.model.unit_of(group).policy.keeps_parameters)
+      shares_before_write_[storage].assign(share, share + group.shard_bytes());
+  }
+}
+
+void EngineState::restore_shares(const OperatorUse& use) {
+  for (const PagedStorage* storage : use.storages) {
+    const auto saved = shares_before_write_.extract(storage);
+    if (saved.empty()) continue;
+    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(storage->index())];
+    std::copy(saved.mapped().begin(), saved.mapped().end(), core_.parameter_shard(group));
+  }
 }
 
 void EngineState::write_back(const OperatorUse& use) {
@@ -141,23 +174,37 @@ void EngineState::write_back(const OperatorUse& use) {
   core_.communicator().barrier();
   offset = 0;
   for (const PagedStorage* storage : use.storages) {
-    merge_written(core_.model.groups[static_cast<std::size_t>(storage->index())], *written, offset);
+    const auto saved = shares_before_write_.extract(storage);
+    merge_written(core_.model.groups[static_cast<std::size_t>(storage->index())], *written, offset,
+                  saved.empty() ? nullptr : saved.mapped().data());
     offset += storage->nbytes();
   }
   core_.communicator().barrier();
 }
 
-void EngineState::merge_written(const FlatGroup& group, const Segment& written, std::size_t offset) {
-  const std::size_t share = offset + static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes();
-  std::vector<const std::byte*> copies{written.peer(core_.mesh.rank_of(0, core_.mesh.share())).data() + share};
+// `before` are the values before the write where the share no longer has them, else nullptr.
+void EngineState::merge_written(const FlatGroup& group, const Segment& written, std::size_t offset,
+                                const std::byte* before) {
+  const Mesh& mesh = core_.model.unit_of(group).mesh;
+  const std::size_t share = offset + static_cast<std::size_t>(mesh.share()) * group.shard_bytes();
+  std::vector<const std::byte*> copies{written.peer(mesh.rank_of(0, mesh.share())).data() + share};
   for (int rank = 0; rank < context().world_size(); ++rank) copies.push_back(written.peer(rank).data() + share);
   const std::size_t element_bytes = size_of(group.dtype);
   std::byte* shard = core_.parameter_shard(group);
-  for (std::size_t at = 0; at < group.shard_bytes(); at += element_bytes) {
+  if (before == nullptr) before = shard;
+  for (std::int64_t i = 0; i < group.layout->shard_numel(); ++i) {
+    const std::size_t at = static_cast<std::size_t>(i) * element_bytes;
     const auto changed = std::find_if(copies.begin(), copies.end(), [&](const std::byte* copy) {
-      return std::memcmp(copy + at, shard + at, element_bytes) != 0;
+      return std::memcmp(copy + at, before + at, element_bytes) != 0;
     });
-    if (changed != copies.end()) std::memcpy(shard + at, *changed + at, element_bytes);
+    if (changed == copies.end()) {
+      if (before != shard) std::memcpy(shard + at, before + at, element_bytes);
+      continue;
+    }
+    std::memcpy(shard + at, *changed + at, element_bytes);
+    if (group.has_master())
+      cast_elements(core_.master_shard(group) + bytes_of(i, group.master_dtype), group.master_dtype, shard + at,
+                    group.dtype, 1);
   }
 }
 
@@ -219,6 +266,7 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
   if (gradient.layout() != at::kStrided)
     refuse("a sparse gradient", "build the torch::nn::Embedding with sparse(false)");
   const bool restarts = slot.taken && (slot.cleared || !was_placeholder);
+  if (summoned_) refuse("the gradient of a backward within Engine::summon", "run backward outside of the scope");
   slot.taken = true;
   slot.cleared = false;
   reducer_.take(lock, static_cast<int>(index), std::move(gradient), restarts);
@@ -250,10 +298,7 @@ void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view op
 }
 
 StepResult EngineState::step(const StepOptions& options) {
-  if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
-    throw InvalidArgument(
-        fmt::format("Optimizer::step: expected max_grad_norm above 0, got {}", *options.max_grad_norm));
-  }
+  validate(options);
   ShardedOptimizer& sharded = optimizer();
   core_.model.check_identity();
   return guarded("Optimizer::step", [&] {
@@ -261,31 +306,40 @@ StepResult EngineState::step(const StepOptions& options) {
     pager_.free_all(lock);
     settle(lock, "Optimizer::step");
     lock.unlock();
-    const ShardedOptimizer::Norm norm = sharded.gradient_norm(reducer_.used());
-    StepResult result{.grad_norm = norm.value};
+    const double unscale = options.scaler != nullptr ? 1 / options.scaler->scale() : 1.0;
+    const ShardedOptimizer::Norm norm = sharded.gradient_norm(reducer_.used(), options.norm_type);
+    StepResult result{.grad_norm = norm.value * unscale};
     if (norm.first_bad >= 0) {
-      result.first_bad_parameter = core_.model.parameters[static_cast<std::size_t>(norm.first_bad)].name;
-      if (options.on_non_finite == OnNonFinite::kFail) {
-        throw Error(
-            ErrorId::kNonFinite,
-            fmt::format(
-                "step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; lower the "
-                "learning rate, "
-                "look at this step's batch, or skip such steps with StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
-                core_.step.load(), result.first_bad_parameter));
-      }
-      result.skipped = true;
+      refuse_non_finite(options, norm.first_bad, result);
     } else {
       // As torch::nn::utils::clip_grad_norm_: never above 1, and a zero norm divides by nothing.
-      const double scale = options.max_grad_norm ? std::min(1.0, *options.max_grad_norm / (norm.value + 1e-6)) : 1.0;
-      sharded.update(reducer_.used(), scale);
+      const double clip = options.max_grad_norm ? std::min(1.0, *options.max_grad_norm / (result.grad_norm + 1e-6))
+                                                : 1.0;
+      sharded.update(reducer_.used(),
+                     {.scale = clip * unscale, .limit = options.max_grad_value.value_or(GradientUse{}.limit)});
     }
+    if (options.scaler != nullptr) options.scaler->update(/*finite=*/norm.first_bad < 0);
     lock.lock();
     end_step(/*updated=*/!result.skipped);
     lock.unlock();
     core_.communicator().barrier();  // no rank gathers before all have stepped
     return result;
   });
+}
+
+// Fills in what becomes of a step whose gradients are not finite, or throws; the same on every rank.
+void EngineState::refuse_non_finite(const StepOptions& options, int first_bad, StepResult& result) const {
+  result.first_bad_parameter = core_.model.parameters[static_cast<std::size_t>(first_bad)].name;
+  result.skipped = true;
+  // A scale above 1 may be what made them overflow; once it is not, they are bad by themselves.
+  if (options.scaler != nullptr && options.scaler->scale() > 1) return;
+  result.stop = options.on_non_finite == OnNonFinite::kStop;
+  if (options.on_non_finite != OnNonFinite::kFail) return;
+  throw Error(ErrorId::kNonFinite,
+              fmt::format("step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; "
+                          "lower the learning rate, look at this step's batch, or skip such steps with "
+                          "StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
+                          core_.step.load(), result.first_bad_parameter));
 }
 
 void EngineState::zero_grad() {

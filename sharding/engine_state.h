@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,7 +24,7 @@ class EngineState final : public StorageOwner {
  public:
   // Collective. `units` are the module's, cut by the options.
   EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units,
-              const ShardOptions& options);
+              const std::vector<UnitPolicy>& policies, const ShardOptions& options);
   ~EngineState() override;
 
   // StorageOwner: what the dispatcher's fallback asks for.
@@ -45,6 +46,13 @@ class EngineState final : public StorageOwner {
   void consolidate(const std::filesystem::path& file);
   void load_consolidated(const std::filesystem::path& file);
 
+  void begin_no_sync();
+  void end_no_sync() { reducer_.end_no_sync(); }
+  void begin_keeping();
+  void end_keeping();
+  void begin_summon(const SummonOptions& options);
+  void end_summon(const SummonOptions& options);
+
   std::vector<ShardView> shard_views() const;
   std::vector<ShardView> gradient_views();
   MemoryReport memory();
@@ -61,11 +69,16 @@ class EngineState final : public StorageOwner {
 
   std::vector<int> units_of(const OperatorUse& use) const;
   void begin_step();
+  void save_shares(const OperatorUse& use);
+  void restore_shares(const OperatorUse& use);
   void write_back(const OperatorUse& use);
-  void merge_written(const FlatGroup& group, const Segment& written, std::size_t offset);
+  void merge_written(const FlatGroup& group, const Segment& written, std::size_t offset, const std::byte* before);
   void broadcast_parameters();
+  OperatorUse use_of_all(std::vector<PagedStorage*>& storages, bool writes) const;
+  at::Tensor whole_gradient(const ShardedParameter& p) const;
   std::vector<bool> used_here() const;
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
+  void refuse_non_finite(const StepOptions& options, int first_bad, StepResult& result) const;
   void end_step(bool updated);
   void drop_gradients();
   // Runs a collective part; a failure of one rank ends the others' waits too.
@@ -83,6 +96,7 @@ class EngineState final : public StorageOwner {
   const Context& context() const { return core_.context; }
   ShardView view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const;
   void fetch(const ShardedParameter& p, std::span<std::byte> bytes) const;
+  void refresh_parameters();
   // Before shards change from outside: nothing resident, nothing accumulated.
   void drop_resident(std::string_view operation);
 
@@ -93,7 +107,9 @@ class EngineState final : public StorageOwner {
   GradientReducer reducer_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   std::vector<GradientSlot> gradients_;  // by parameter
-  bool identity_checked_ = false;        // since the last step
+  std::map<const PagedStorage*, std::vector<std::byte>> shares_before_write_;
+  bool identity_checked_ = false;  // since the last step
+  bool summoned_ = false;
 };
 
 }  // namespace fsdp

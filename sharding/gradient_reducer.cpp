@@ -4,20 +4,16 @@
 #include <cstring>
 
 #include <ATen/core/grad_mode.h>
-#include <fmt/format.h>
-
-#include <fsdp/error.h>
-
-#include "sharding/optimizer_kernels.h"
 
 namespace fsdp {
 namespace {
 
-// In a published location: the buffer is in the settlement's overflow segment, not in the arena.
+// Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
 constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63;
+constexpr std::uint64_t kLocal = std::uint64_t{1} << 62;
 
 std::size_t gradient_bytes(const FlatGroup& group, std::int64_t numel) {
-  return static_cast<std::size_t>(numel) * size_of(state_dtype(group.dtype));
+  return bytes_of(numel, group.gradient_dtype());
 }
 
 }  // namespace
@@ -27,18 +23,56 @@ GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
 
 void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
+  const bool keeps = core_.unit(p.unit).policy.keeps_gradients;
+  UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
   flush_pending();
-  const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index);
-  if (arrived.ends_previous) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false);
+  const bool local = accumulates_locally(p.unit);
+  const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index, local || keeps);
+  if (arrived.ends_previous && rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false);
+  if (local) {
+    add_locally(p, gradient, restarts);
+    if (!arrived.ends) return;
+    if (arrived.frees_unit) pager_.free_if_idle(p.unit);
+    if (no_sync_ == 0 && (arrived.last || !keeps)) publish(std::move(rounds.local));
+    return;
+  }
   Round& round = open_round(p.unit);
   held_bytes_ += gradient.nbytes();
   round.held[static_cast<std::size_t>(p.trainable_index)] = std::move(gradient);
   if (restarts) round.restarts.push_back(parameter);
   if (arrived.ends) {
     end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
-  } else if (arrived.packs) {
+  } else if (arrived.packs && !keeps) {
     open_slot(lock, p.unit, arrived.slot);
   }
+}
+
+bool GradientReducer::accumulates_locally(int unit) const {
+  const UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
+  return !rounds.local_is_published &&
+         (core_.unit(unit).policy.keeps_gradients || no_sync_ > 0 || rounds.local != nullptr);
+}
+
+void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& gradient, bool restarts) {
+  const at::NoGradGuard no_grad;
+  auto& round = units_[static_cast<std::size_t>(p.unit)].local;
+  if (round == nullptr) {
+    round = make_round(p.unit);
+    round->local = true;
+  }
+  const FlatGroup& group = core_.model.group_of(p);
+  const Buffer buffer = own_buffer(kLocal, group);
+  at::Tensor sum = make_plain_view(
+      buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype), p.tensor,
+      buffer.dtype);
+  const auto index = static_cast<std::size_t>(p.trainable_index);
+  if (round->packed[index] && !restarts) {
+    sum.add_(gradient);
+  } else {
+    sum.copy_(gradient);
+  }
+  round->packed[index] = true;
+  if (restarts) round->restarts.push_back(static_cast<int>(&p - core_.model.parameters.data()));
 }
 
 // Gives a unit's open round a slot and packs what it holds.
@@ -54,25 +88,32 @@ void GradientReducer::open_slot(std::unique_lock<std::mutex>& lock, int unit, in
     }
     open->slot = slot;
   }
-  pack_held(*open, core_.slots.data(open->slot));
+  pack_held(*open, core_.slots.location(open->slot));
 }
 
 GradientReducer::Round& GradientReducer::open_round(int unit) {
   auto& open = units_[static_cast<std::size_t>(unit)].open;
-  if (open == nullptr) {
-    open = std::make_unique<Round>();
-    open->unit = unit;
-    open->held.resize(core_.model.units[static_cast<std::size_t>(unit)].trainable.size());
-    open->packed.resize(open->held.size());
-    move_to(open->state, GradientState::kFilling, core_.unit_name(unit));
-  }
+  if (open == nullptr) open = make_round(unit);
   return *open;
+}
+
+std::unique_ptr<GradientReducer::Round> GradientReducer::make_round(int unit) const {
+  auto round = std::make_unique<Round>();
+  round->unit = unit;
+  round->held.resize(core_.unit(unit).trainable.size());
+  round->packed.resize(round->held.size());
+  move_to(round->state, GradientState::kFilling, core_.unit_name(unit));
+  return round;
 }
 
 void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit) {
   if (frees_unit) pager_.free_if_idle(unit);
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   std::unique_ptr<Round> round = std::move(rounds.open);
+  if (core_.unit(unit).policy.keeps_gradients) {
+    merge_late(std::move(round));
+    return;
+  }
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
   if (rounds.pending == 0 && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot);
   if (rounds.pending == 0 && round->slot != kNoSlot) {
@@ -82,6 +123,33 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
   ++rounds.pending;
   ++held_rounds_;
   pending_.push_back(std::move(round));
+}
+
+// NOTE [Local gradients]: the settlement publishes what came after the local buffer was.
+void GradientReducer::merge_late(std::unique_ptr<Round> round) {
+  UnitRounds& rounds = units_[static_cast<std::size_t>(round->unit)];
+  const auto late = std::find_if(pending_.begin(), pending_.end(),
+                                 [&](const auto& pending) { return pending->unit == round->unit; });
+  if (late == pending_.end()) {
+    ++rounds.pending;
+    ++held_rounds_;
+    pending_.push_back(std::move(round));
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < round->held.size(); ++i) {
+    at::Tensor &sum = (*late)->held[i], &added = round->held[i];
+    if (!added.defined()) continue;
+    held_bytes_ -= (sum.defined() ? sum.nbytes() : 0) + added.nbytes();
+    const int index = core_.unit(round->unit).trainable[i];
+    if (sum.defined() && !contains(round->restarts, index)) {
+      sum = sum.to(to_scalar_type(state_dtype(to_dtype(sum.scalar_type())))).add(added);
+    } else {
+      sum = added;
+    }
+    held_bytes_ += sum.nbytes();
+  }
+  (*late)->restarts.insert((*late)->restarts.end(), round->restarts.begin(), round->restarts.end());
 }
 
 // A slot taken for a unit's gradients, or kNoSlot.
@@ -106,36 +174,53 @@ int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int
 }
 
 void GradientReducer::flush_pending() {
-  while (!pending_.empty()) {
-    Round& next = *pending_.front();
-    if (next.slot == kNoSlot) {
+  for (auto next = pending_.begin(); next != pending_.end();) {
+    Round& waiting = **next;
+    if (core_.unit(waiting.unit).policy.keeps_gradients) {
+      ++next;
+      continue;
+    }
+    if (waiting.slot == kNoSlot) {
       const int slot = core_.slots.find_free();
       if (slot == kNoSlot || !core_.slots.is_drained(slot)) return;
       core_.slots.take(slot);
-      next.slot = slot;
+      waiting.slot = slot;
     }
-    std::unique_ptr<Round> round = std::move(pending_.front());
-    pending_.pop_front();
+    std::unique_ptr<Round> round = std::move(*next);
+    next = pending_.erase(next);
     --units_[static_cast<std::size_t>(round->unit)].pending;
     publish(std::move(round));
   }
 }
 
-void GradientReducer::pack_held(Round& round, std::byte* buffer) {
+GradientReducer::Buffer GradientReducer::buffer_at(int rank, std::uint64_t location, const FlatGroup& group) const {
+  if (location == kLocal) {
+    const Segment& segment = core_.model.unit_of(group).policy.keeps_gradients ? *core_.gradients : *local_;
+    return {segment.peer(rank).data() + group.local_offset, group.gradient_dtype()};
+  }
+  const Segment& segment = (location & kInOverflow) != 0 ? *overflow_ : core_.slots.segment();
+  return {segment.peer(rank).data() + (location & ~kInOverflow) + group.slot_offset, group.reduce_dtype};
+}
+
+GradientReducer::Buffer GradientReducer::own_buffer(std::uint64_t location, const FlatGroup& group) const {
+  return buffer_at(core_.context.rank(), location, group);
+}
+
+void GradientReducer::pack_held(Round& round, std::uint64_t location) {
   const at::NoGradGuard no_grad;
-  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  const UnitLayout& unit = core_.unit(round.unit);
   for (std::size_t i = 0; i < round.held.size(); ++i) {
     at::Tensor& gradient = round.held[i];
     if (!gradient.defined()) continue;
     const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(unit.trainable[i])];
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-    const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
-    std::byte* target = buffer + group.slot_offset + static_cast<std::size_t>(offset) * size_of(group.dtype);
-    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == p.tensor.scalar_type() &&
+    const FlatGroup& group = core_.model.group_of(p);
+    const Buffer buffer = own_buffer(location, group);
+    std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
+    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(buffer.dtype) &&
         !gradient.is_neg()) {
       std::memcpy(target, gradient.const_data_ptr(), gradient.nbytes());
     } else {
-      make_plain_view(target, p.tensor).copy_(gradient);
+      make_plain_view(target, p.tensor, buffer.dtype).copy_(gradient);
     }
     held_bytes_ -= gradient.nbytes();
     gradient.reset();
@@ -143,17 +228,16 @@ void GradientReducer::pack_held(Round& round, std::byte* buffer) {
   }
 }
 
-void GradientReducer::zero_missing(const Round& round, std::byte* buffer) const {
-  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+void GradientReducer::zero_missing(const Round& round, std::uint64_t location) const {
+  const UnitLayout& unit = core_.unit(round.unit);
   const auto zero = [&](const FlatGroup& group, const ElementRange& range) {
-    const std::size_t element_bytes = size_of(group.dtype);
-    std::memset(buffer + group.slot_offset + static_cast<std::size_t>(range.offset) * element_bytes, 0,
-                static_cast<std::size_t>(range.numel) * element_bytes);
+    const Buffer buffer = own_buffer(location, group);
+    std::memset(buffer.data + bytes_of(range.offset, buffer.dtype), 0, bytes_of(range.numel, buffer.dtype));
   };
   for (std::size_t i = 0; i < round.packed.size(); ++i) {
     if (round.packed[i]) continue;
     const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(unit.trainable[i])];
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+    const FlatGroup& group = core_.model.group_of(p);
     zero(group, group.layout->parameters()[p.index_in_group]);
   }
   for (const int index : unit.groups) {
@@ -164,17 +248,20 @@ void GradientReducer::zero_missing(const Round& round, std::byte* buffer) const 
 }
 
 void GradientReducer::publish(std::unique_ptr<Round> round) {
-  const bool in_arena = round->slot != kNoSlot;
-  std::byte* buffer = in_arena ? core_.slots.data(round->slot) : overflow_->local().data() + overflow_offset_;
-  const std::uint64_t location = in_arena ? core_.slots.location(round->slot) : overflow_offset_ | kInOverflow;
-  pack_held(*round, buffer);
-  zero_missing(*round, buffer);
+  std::uint64_t location = kLocal;
+  if (!round->local) {
+    location = round->slot != kNoSlot ? core_.slots.location(round->slot) : overflow_offset_ | kInOverflow;
+  }
+  pack_held(*round, location);
+  zero_missing(*round, location);
   begin_generation(*round);
   move_to(round->state, GradientState::kReducing, core_.unit_name(round->unit));
-  if (in_arena) {
+  if (round->local) {
+    units_[static_cast<std::size_t>(round->unit)].local_is_published = true;
+  } else if (round->slot != kNoSlot) {
     core_.slots.drain(round->slot, round->unit, round->generation);
   } else {
-    overflow_offset_ += core_.model.slot_bytes;
+    overflow_offset_ += core_.model.largest_unit_bytes;
   }
   core_.mailbox.publish(round->unit, round->generation, location);
   enqueue_reduction(std::move(round));
@@ -204,35 +291,33 @@ void GradientReducer::enqueue_reduction(std::shared_ptr<Round> round) {
 }
 
 void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
-  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round->unit)];
-  Communicator& communicator = core_.communicator();
-  std::vector<const std::byte*> buffers, inputs(static_cast<std::size_t>(communicator.world_size()));
-  for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    const std::uint64_t location = core_.mailbox.location(rank, round->unit, round->generation);
-    if (location == ReduceMailbox::kAbsent) {
-      buffers.push_back(nullptr);
-    } else if ((location & kInOverflow) != 0) {
-      buffers.push_back(overflow_->peer(rank).data() + (location & ~kInOverflow));
-    } else {
-      buffers.push_back(core_.slots.segment().peer(rank).data() + location);
-    }
-  }
+  const UnitLayout& unit = core_.unit(round->unit);
+  const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
+  std::vector<const std::byte*> inputs(ranks);
   if (round->accumulates) restart(*round);
   for (const int index : unit.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     if (!group.trainable) continue;
-    const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), core_.mesh.replica());
-    const std::size_t begin = group.slot_offset + static_cast<std::size_t>(core_.mesh.share()) * group.shard_bytes() +
-                              static_cast<std::size_t>(part.offset) * size_of(group.dtype);
-    for (std::size_t rank = 0; rank < inputs.size(); ++rank)
-      inputs[rank] = buffers[rank] != nullptr ? buffers[rank] + begin : nullptr;
-    communicator.reduce({.inputs = inputs,
-                         .numel = part.numel,
-                         .input_dtype = group.dtype,
-                         .output = core_.gradient_shard(group) + gradient_bytes(group, part.offset),
-                         .accumulate = round->accumulates,
-                         .divisor = communicator.world_size(),
-                         .label = unit.name});
+    const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), unit.mesh.replica());
+    const std::int64_t begin = unit.mesh.share() * group.layout->shard_numel() + part.offset;
+    std::vector<DType> dtypes;
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      const auto r = static_cast<int>(rank);
+      const std::uint64_t location = core_.mailbox.location(r, round->unit, round->generation);
+      const bool absent = location == ReduceMailbox::kAbsent;
+      const Buffer buffer = absent ? Buffer{nullptr, group.reduce_dtype} : buffer_at(r, location, group);
+      inputs[rank] = absent ? nullptr : buffer.data + bytes_of(begin, buffer.dtype);
+      dtypes.push_back(buffer.dtype);
+    }
+    std::vector<at::Tensor> widened;
+    const DType dtype = unify(inputs, dtypes, part.numel, widened);
+    core_.communicator().reduce({.inputs = inputs,
+                                 .numel = part.numel,
+                                 .input_dtype = dtype,
+                                 .output = core_.gradient_shard(group) + gradient_bytes(group, part.offset),
+                                 .accumulate = round->accumulates,
+                                 .divisor = core_.communicator().world_size(),
+                                 .label = unit.name});
   }
   core_.mailbox.consume(round->unit, round->generation);
   const auto is_summed = [this, round] { return core_.mailbox.is_summed(round->unit, round->generation); };
@@ -245,18 +330,33 @@ void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
   }
 }
 
+// Local gradients are fp32, those in a slot may be narrower; ranks that differ in their use of no_sync() mix the two.
+DType GradientReducer::unify(std::vector<const std::byte*>& inputs, std::span<const DType> dtypes, std::int64_t numel,
+                             std::vector<at::Tensor>& widened) const {
+  const auto wider = [](DType a, DType b) { return size_of(a) < size_of(b); };
+  const DType widest = *std::max_element(dtypes.begin(), dtypes.end(), wider);
+  for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
+    if (inputs[rank] == nullptr || dtypes[rank] == widest) continue;
+    widened.push_back(zeroed_bytes(bytes_of(numel, widest)));
+    auto* data = static_cast<std::byte*>(widened.back().mutable_data_ptr());
+    cast_elements(data, widest, inputs[rank], dtypes[rank], numel);
+    inputs[rank] = data;
+  }
+  return widest;
+}
+
 // Copies the parts of this rank's share that its other owners have summed.
 void GradientReducer::complete(Round& round) {
-  const UnitLayout& unit = core_.model.units[static_cast<std::size_t>(round.unit)];
+  const UnitLayout& unit = core_.unit(round.unit);
   for (const int index : unit.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     if (!group.trainable) continue;
-    for (int replica = 0; replica < core_.mesh.replicas(); ++replica) {
-      if (replica == core_.mesh.replica()) continue;
-      const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), replica);
+    for (int replica = 0; replica < unit.mesh.replicas(); ++replica) {
+      if (replica == unit.mesh.replica()) continue;
+      const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), replica);
       const std::size_t begin = gradient_bytes(group, part.offset);
-      core_.communicator().read(*core_.gradients, core_.mesh.rank_of(replica, core_.mesh.share()),
-                                group.state_offset + begin,
+      core_.communicator().read(*core_.gradients, unit.mesh.rank_of(replica, unit.mesh.share()),
+                                core_.gradient_offset(group) + begin,
                                 {core_.gradient_shard(group) + begin, gradient_bytes(group, part.numel)});
     }
   }
@@ -268,126 +368,31 @@ void GradientReducer::complete(Round& round) {
 void GradientReducer::restart(const Round& round) {
   for (const int parameter : round.restarts) {
     const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
+    const FlatGroup& group = core_.model.group_of(p);
     std::memset(core_.gradient_shard(group) + gradient_bytes(group, p.piece.shard_offset), 0,
                 gradient_bytes(group, p.piece.numel()));
   }
 }
 
 void GradientReducer::forget() {
-  for (UnitRounds& rounds : units_) rounds.first_generation = rounds.generation;
-}
-
-// What each rank tells the others at a settlement, followed by each unit's generation and each parameter's use.
-struct GradientReducer::Announcement {
-  char operation[32];
-  std::int64_t step;
-  std::uint64_t overflow_slots;
-};
-
-std::vector<std::byte> GradientReducer::announce(const Announcement& announcement,
-                                                 const std::vector<bool>& used_here) const {
-  std::vector<std::byte> bytes(sizeof(announcement) + units_.size() * sizeof(std::uint64_t) +
-                               used_here.size() * sizeof(bool));
-  std::byte* next = bytes.data();
-  const auto put = [&](const auto value) {
-    std::memcpy(next, &value, sizeof(value));
-    next += sizeof(value);
-  };
-  put(announcement);
-  for (const UnitRounds& rounds : units_) put(rounds.generation + static_cast<std::uint64_t>(rounds.pending));
-  for (const bool used : used_here) put(used);
-  return bytes;
-}
-
-GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                                                  const std::vector<bool>& used_here) {
-  Announcement mine{{}, core_.step.load(), 0};
-  for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot;
-  std::memcpy(mine.operation, operation.data(), std::min(operation.size(), sizeof(mine.operation) - 1));
-  const std::vector<std::byte> own = announce(mine, used_here);
-  std::vector<std::byte> all(own.size() * static_cast<std::size_t>(core_.communicator().world_size()));
-  // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
-  lock.unlock();
-  core_.communicator().all_gather(own, all);
-  lock.lock();
-
-  Agreement agreement{std::vector<std::uint64_t>(units_.size()), 0};
-  std::fill(used_.begin(), used_.end(), false);
-  const std::byte* next = all.data();
-  const auto take = [&](auto value) {
-    std::memcpy(&value, next, sizeof(value));
-    next += sizeof(value);
-    return value;
-  };
-  for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
-    const Announcement theirs = take(Announcement{});
-    if (operation != theirs.operation || theirs.step != mine.step) {
-      throw CommunicationError(
-          fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same "
-                      "calls in the same order",
-                      core_.context.rank(), operation, mine.step, rank, theirs.operation, theirs.step),
-          rank);
-    }
-    agreement.overflow_slots = std::max(agreement.overflow_slots, theirs.overflow_slots);
-    for (std::uint64_t& generation : agreement.generations) generation = std::max(generation, take(generation));
-    for (std::size_t p = 0; p < used_.size(); ++p) used_[p] = take(false) || used_[p];
+  for (UnitRounds& rounds : units_) {
+    rounds.first_generation = rounds.generation;
+    rounds.local_is_published = false;
   }
-  return agreement;
 }
 
-void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                             const std::vector<bool>& used_here) {
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-    if (units_[static_cast<std::size_t>(unit)].open == nullptr) continue;
-    core_.timeline.cut_round(unit);
-    end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
-  }
-  flush_pending();
-  const auto [generations, overflow_slots] = agree(lock, operation, used_here);
-  if (overflow_slots > 0) {
-    overflow_ = core_.communicator().allocate(overflow_slots * core_.model.slot_bytes);
-    peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_->bytes());
+void GradientReducer::begin_no_sync() {
+  if (local_ == nullptr) {
+    local_ = core_.communicator().allocate(core_.model.local_bytes);
     core_.communicator().barrier();  // a peer's stream may read what is published next, so it must have its handle
   }
-  overflow_offset_ = 0;
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)
-    publish_rest(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
-  // All ranks are here and publish everything, so every reduction ends; a buffer may be reused once all have read it.
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-    wait_settled(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
-  }
-  overflow_.reset();
+  const std::lock_guard lock(core_.mutex);
+  ++no_sync_;
 }
 
-void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
-                                   std::string_view operation) {
-  UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
-  while (rounds.generation < last_generation) {
-    // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait
-    // ends.
-    const auto depth = static_cast<std::uint64_t>(slots_for(core_.prefetch));
-    if (rounds.generation >= depth) wait_settled(lock, unit, rounds.generation + 1 - depth, operation);
-    const auto next = std::find_if(pending_.begin(), pending_.end(),
-                                   [&](const auto& round) { return round->unit == unit; });
-    if (next == pending_.end()) {
-      publish_absent(unit);
-      continue;
-    }
-    std::unique_ptr<Round> round = std::move(*next);
-    pending_.erase(next);
-    --rounds.pending;
-    publish(std::move(round));
-  }
-}
-
-void GradientReducer::wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation,
-                                   std::string_view operation) {
-  if (core_.mailbox.is_settled(unit, generation)) return;
-  lock.unlock();
-  core_.communicator().wait_until([&] { return core_.mailbox.is_settled(unit, generation); },
-                                  fmt::format("{} in {}", core_.describe("reduce", unit), operation));
-  lock.lock();
+void GradientReducer::end_no_sync() {
+  const std::lock_guard lock(core_.mutex);
+  --no_sync_;
 }
 
 }  // namespace fsdp

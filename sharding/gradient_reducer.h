@@ -6,12 +6,19 @@
 // them there, and when it ends is published; each rank then adds its own share of all ranks' buffers to its gradient
 // shard. A round for which no slot is free stays held: the settlement, which all ranks reach, gives it one. Which
 // gradients share a round depends on the program alone, never on timing.
+//
+// NOTE [Local gradients]
+// Gradients of a unit that keeps them, and those that come within no_sync(), are added as they come, in fp32, to a whole
+// buffer of this rank that peers can read. That buffer is published once: in the last round of the step, if the plan
+// knows it, or in the first round outside of no_sync(); else by the settlement. From then on until the step ends it
+// belongs to the reduction, and what still comes waits, as tensors added up, for the settlement.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "sharding/engine_core.h"
@@ -35,6 +42,11 @@ class GradientReducer {
   // The next reduction of each unit overwrites what has accumulated.
   void forget();
 
+  // Between the two, gradients accumulate locally. May nest. The first one is collective: it allocates.
+  void begin_no_sync();
+  void end_no_sync();
+
+  std::size_t local_bytes() const { return local_ != nullptr ? local_->bytes() : 0; }
   std::size_t held_bytes() const { return held_bytes_; }
   std::int64_t held_rounds() const { return held_rounds_; }
   std::size_t peak_overflow_bytes() const { return peak_overflow_bytes_; }
@@ -46,12 +58,15 @@ class GradientReducer {
     std::vector<at::Tensor> held;  // by trainable index; undefined = not come, or packed
     std::vector<bool> packed;
     std::vector<int> restarts;  // parameters
+    bool local = false;         // accumulates in the local buffer: nothing is held, `packed` tells what is there
     int slot = kNoSlot;
     std::uint64_t generation = 0;
     bool accumulates = false;
   };
   struct UnitRounds {
     std::unique_ptr<Round> open;
+    std::unique_ptr<Round> local;
+    bool local_is_published = false;     // since the last step
     std::uint64_t generation = 0;        // of the last published round
     std::uint64_t first_generation = 0;  // the last one before what now accumulates
     int pending = 0;                     // ended rounds that wait for a slot
@@ -62,20 +77,34 @@ class GradientReducer {
     std::uint64_t overflow_slots = 0;        // the largest number of rounds that a rank has no slot for
   };
   struct Announcement;
+  // Where a rank has the gradients of one group, and of which type.
+  struct Buffer {
+    std::byte* data = nullptr;
+    DType dtype = DType::kFloat32;
+  };
 
+  Buffer buffer_at(int rank, std::uint64_t location, const FlatGroup& group) const;
+  Buffer own_buffer(std::uint64_t location, const FlatGroup& group) const;
+  std::unique_ptr<Round> make_round(int unit) const;
+  bool accumulates_locally(int unit) const;
+  void add_locally(const ShardedParameter& p, const at::Tensor& gradient, bool restarts);
+  void merge_late(std::unique_ptr<Round> round);
   Round& open_round(int unit);
   void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
   void open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   void flush_pending();
-  void pack_held(Round& round, std::byte* buffer);
-  void zero_missing(const Round& round, std::byte* buffer) const;
+  void pack_held(Round& round, std::uint64_t location);
+  void zero_missing(const Round& round, std::uint64_t location) const;
   // From its slot, or else into the overflow segment.
   void publish(std::unique_ptr<Round> round);
   void begin_generation(Round& round);
   void publish_absent(int unit);
   void enqueue_reduction(std::shared_ptr<Round> round);
   void reduce(const std::shared_ptr<Round>& round);
+  // Widens the inputs of the narrower type where ranks published in two.
+  DType unify(std::vector<const std::byte*>& inputs, std::span<const DType> dtypes, std::int64_t numel,
+              std::vector<at::Tensor>& widened) const;
   void complete(Round& round);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
@@ -89,6 +118,8 @@ class GradientReducer {
   Pager& pager_;
   std::vector<UnitRounds> units_;
   std::deque<std::unique_ptr<Round>> pending_;
+  std::unique_ptr<Segment> local_;     // whole gradients within no_sync(), of units that do not keep them
+  int no_sync_ = 0;                    // scopes open
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;

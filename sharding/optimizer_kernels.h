@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include <fsdp/dtype.h>
 
@@ -21,30 +22,49 @@ struct OptimizerSpan {
   DType dtype = DType::kFloat32;
   std::byte* parameter = nullptr;
   const std::byte* gradient = nullptr;
-  std::byte* first = nullptr;   // AdamW: exp_avg; SGD: momentum_buffer
-  std::byte* second = nullptr;  // AdamW: exp_avg_sq
+  std::byte* first = nullptr;   // Adam, AdamW: exp_avg; SGD: momentum_buffer
+  std::byte* second = nullptr;  // Adam, AdamW: exp_avg_sq
   std::int64_t numel = 0;
+  // The updated parameter is written here, too, rounded to nearest even; kBFloat16 or kFloat16 beside fp32. May be null.
+  std::byte* rounded = nullptr;
+  DType rounded_dtype = DType::kBFloat16;
 };
 
-// One AdamW update (arXiv:1711.05101, algorithm 2 with bias correction), with g = gradient * gradient_scale:
-//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+// What the update sees of a gradient: clamp(gradient * scale, -limit, limit).
+struct GradientUse {
+  double scale = 1;
+  double limit = std::numeric_limits<double>::infinity();
+};
+
+// One Adam update with bias correction. AdamW (arXiv:1711.05101, algorithm 2) has its weight decay beside the gradient,
+// Adam (arXiv:1412.6980) in it:
+//   AdamW: p *= 1 - lr wd;   Adam: g += wd p
+//   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
-struct AdamWUpdate {
-  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0, gradient_scale = 1;
+struct AdamUpdate {
+  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
+  bool decoupled = true;  // AdamW
+  GradientUse gradient{};
   std::int64_t step = 1;  // t: updates of this parameter, this one included
 };
-void adamw_update(const OptimizerSpan& span, const AdamWUpdate& update);
+void adam_update(const OptimizerSpan& span, const AdamUpdate& update);
 
-// One SGD update: g = gradient * gradient_scale + wd p; with momentum u: b = step 1 ? g : u b + g, g = nesterov ? g +
-// u b : b; p -= lr g
+// One SGD update: g = gradient + wd p; with momentum u: b = step 1 ? g : u b + g, g = nesterov ? g + u b : b; p -= lr g
 struct SgdUpdate {
-  double lr = 0, momentum = 0, weight_decay = 0, gradient_scale = 1;
+  double lr = 0, momentum = 0, weight_decay = 0;
   bool nesterov = false;
+  GradientUse gradient{};
   std::int64_t step = 1;
 };
 void sgd_update(const OptimizerSpan& span, const SgdUpdate& update);
 
-// Sum of squares in fp64, added in a fixed order. NaN or infinite where an element is.
-double sum_of_squares(const std::byte* data, std::int64_t numel, DType dtype);
+// What the p-norms of parts of a gradient are put together from: the sum of |x|^p in fp64, in a fixed order, or the
+// largest |x| where p is infinite. NaN or infinite where an element is.
+double norm_part(const std::byte* data, std::int64_t numel, DType dtype, double p);
+double combine_norm_parts(double a, double b, double p);
+double norm_of(double part, double p);
+
+// Between fp32 or fp64 and a type that is at most as wide; rounds to nearest even.
+void cast_elements(std::byte* to, DType to_dtype, const std::byte* from, DType from_dtype, std::int64_t numel);
 
 }  // namespace fsdp

@@ -25,6 +25,10 @@ void Pager::acquire(std::unique_lock<std::mutex>& lock, std::span<const int> uni
   } else {
     touch_evaluation(units);
   }
+  pin(lock, units);
+}
+
+void Pager::pin(std::unique_lock<std::mutex>& lock, std::span<const int> units) {
   std::size_t pinned = 0;
   try {
     for (const int unit : units) {
@@ -93,8 +97,8 @@ void Pager::touch_evaluation(std::span<const int> units) {
   free_all_but(keep);
   for (const int unit : keep) {
     const bool asked_for = contains(units, unit);
-    if (at(unit).state == ParameterState::kSharded && (asked_for || core_.slots.find_free() != kNoSlot))
-      start_gather(unit, kNoSlot);
+    const bool has_room = core_.unit(unit).policy.keeps_parameters || core_.slots.find_free() != kNoSlot;
+    if (at(unit).state == ParameterState::kSharded && (asked_for || has_room)) start_gather(unit, kNoSlot);
   }
 }
 
@@ -105,6 +109,19 @@ void Pager::free_all_but(std::span<const int> keep) {
 }
 
 void Pager::free_if_idle(int unit) {
+  if (keeping_ == 0 && !core_.unit(unit).policy.keeps_parameters) drop(unit);
+}
+
+void Pager::end_keeping() {
+  --keeping_;
+  free_all_but(evaluation_run_);
+}
+
+bool Pager::is_never_stale(int unit) const {
+  return core_.unit(unit).policy.keeps_parameters && core_.unit(unit).mesh.shares == 1;
+}
+
+void Pager::drop(int unit) {
   Residency& residency = at(unit);
   if (residency.state == ParameterState::kSharded) return;
   if (residency.state == ParameterState::kResident && residency.pins == 0) {
@@ -121,18 +138,23 @@ void Pager::free_all(std::unique_lock<std::mutex>& lock) {
           fmt::format("an operator still uses unit {}; call step, save and resume outside of forward and backward",
                       core_.unit_name(unit)));
     }
-    free_if_idle(unit);
+    if (!is_never_stale(unit)) drop(unit);
   }
   core_.wait(lock, [&] {
-    return std::all_of(units_.begin(), units_.end(),
-                       [](const Residency& r) { return r.state == ParameterState::kSharded; });
+    return std::none_of(units_.begin(), units_.end(), [](const Residency& r) {
+      return r.state == ParameterState::kGathering || (r.state == ParameterState::kResident && r.drop);
+    });
   });
   evaluation_run_.clear();
 }
 
 void Pager::start_gather(int unit, int slot) {
   Residency& residency = at(unit);
-  if (slot == kNoSlot || !core_.slots.is_free(slot)) slot = core_.slots.find_free();
+  if (core_.unit(unit).policy.keeps_parameters) {
+    slot = kNoSlot;
+  } else if (slot == kNoSlot || !core_.slots.is_free(slot)) {
+    slot = core_.slots.find_free();
+  }
   // Enqueued first: it may throw, and cannot run before this thread lets go of the mutex.
   const auto began = std::chrono::steady_clock::now();
   core_.stream.enqueue({.ready = [this, slot, began] { return slot == kNoSlot || core_.wait_is_over(slot, began); },
@@ -144,28 +166,35 @@ void Pager::start_gather(int unit, int slot) {
   if (slot != kNoSlot) core_.slots.take(slot);
 }
 
+// Where a gather is to put the unit. A slot that peers still read is given up for an overflow buffer.
+std::byte* Pager::find_room(int unit) {
+  const UnitLayout& layout = core_.unit(unit);
+  if (layout.policy.keeps_parameters) return core_.parameters->local().data() + layout.parameter_offset;
+  Residency& residency = at(unit);
+  if (residency.slot != kNoSlot && !core_.slots.is_drained(residency.slot)) {
+    core_.slots.give_back(residency.slot);
+    residency.slot = kNoSlot;
+  }
+  return residency.slot != kNoSlot ? core_.slots.data(residency.slot) : take_overflow(unit);
+}
+
 void Pager::run_gather(int unit) {
   std::byte* data = nullptr;
   {
     const std::lock_guard lock(core_.mutex);
-    Residency& residency = at(unit);
-    if (residency.slot != kNoSlot && !core_.slots.is_drained(residency.slot)) {
-      core_.slots.give_back(residency.slot);
-      residency.slot = kNoSlot;
-    }
-    data = residency.slot != kNoSlot ? core_.slots.data(residency.slot) : take_overflow(unit);
-    residency.data = data;
+    data = find_room(unit);
   }
-  const UnitLayout& layout = core_.model.units[static_cast<std::size_t>(unit)];
+  const UnitLayout& layout = core_.unit(unit);
   for (const int index : layout.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     core_.communicator().gather({.source = core_.parameters.get(),
-                                 .offset = group.shard_offset,
+                                 .offset = group.parameter_offset,
                                  .shard_bytes = group.shard_bytes(),
                                  .output = data + group.slot_offset,
                                  .label = layout.name,
-                                 .first_rank = core_.mesh.rank_of(core_.mesh.replica(), 0),
-                                 .ranks = core_.mesh.shares});
+                                 .first_rank = layout.mesh.rank_of(layout.mesh.replica(), 0),
+                                 .ranks = layout.mesh.shares,
+                                 .stride = group.parameter_stride});
   }
   const std::lock_guard lock(core_.mutex);
   for (const int index : layout.groups) {
@@ -180,21 +209,17 @@ void Pager::run_gather(int unit) {
 void Pager::free(int unit) {
   Residency& residency = at(unit);
   move_to(residency.state, ParameterState::kSharded, core_.unit_name(unit));
-  const UnitLayout& layout = core_.model.units[static_cast<std::size_t>(unit)];
+  const UnitLayout& layout = core_.unit(unit);
   for (const int index : layout.groups) core_.model.groups[static_cast<std::size_t>(index)].storage->point_away();
-  if (residency.slot != kNoSlot) {
-    core_.slots.give_back(residency.slot);
-  } else {
-    overflow_bytes_ -= layout.slot_bytes;
-    residency.overflow.reset();
-  }
+  if (residency.slot != kNoSlot) core_.slots.give_back(residency.slot);
+  if (residency.overflow != nullptr) overflow_bytes_ -= layout.bytes;
+  residency.overflow.reset();
   residency.slot = kNoSlot;
-  residency.data = nullptr;
   residency.drop = false;
 }
 
 std::byte* Pager::take_overflow(int unit) {
-  const std::size_t bytes = core_.model.units[static_cast<std::size_t>(unit)].slot_bytes;
+  const std::size_t bytes = core_.unit(unit).bytes;
   Residency& residency = at(unit);
   residency.overflow = std::make_unique_for_overwrite<std::byte[]>(bytes + kParameterAlignmentBytes);
   overflow_bytes_ += bytes;
@@ -208,7 +233,8 @@ std::byte* Pager::take_overflow(int unit) {
 std::size_t Pager::resident_bytes() const {
   std::size_t bytes = 0;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    if (units_[unit].state == ParameterState::kResident) bytes += core_.model.units[unit].slot_bytes;
+    const UnitLayout& layout = core_.model.units[unit];
+    if (units_[unit].state == ParameterState::kResident && !layout.policy.keeps_parameters) bytes += layout.bytes;
   }
   return bytes;
 }

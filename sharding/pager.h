@@ -26,13 +26,19 @@ class Pager {
   // Makes the units of an operator resident and pins them. REQUIRES `lock` on core.mutex; it is let go while a gather
   // is awaited.
   void acquire(std::unique_lock<std::mutex>& lock, std::span<const int> units);
+  // The same outside of any pass: no part of the timeline.
+  void pin(std::unique_lock<std::mutex>& lock, std::span<const int> units);
   // Unpins; with `discard` the units are freed, since their slots no longer hold what the shards do.
   void release(std::span<const int> units, bool discard);
 
-  // Frees a unit unless it is pinned; a gather under way is dropped when it ends.
+  // Frees a unit unless it is pinned or to be kept; a gather under way is dropped when it ends.
   void free_if_idle(int unit);
-  // Frees all units; waits for gathers under way. Throws InvalidArgument if one is pinned.
+  // Frees all units whose bytes a change of the shards makes stale; waits for gathers under way. Throws InvalidArgument if one is pinned.
   void free_all(std::unique_lock<std::mutex>& lock);
+
+  // Between the two, units that are touched stay. May nest.
+  void begin_keeping() { ++keeping_; }
+  void end_keeping();
 
   std::size_t resident_bytes() const;
   std::size_t peak_overflow_bytes() const { return peak_overflow_bytes_; }
@@ -44,7 +50,6 @@ class Pager {
     int pins = 0;
     int slot = kNoSlot;
     std::unique_ptr<std::byte[]> overflow;
-    std::byte* data = nullptr;
     bool drop = false;  // free it as soon as the gather is over and nothing pins it
   };
 
@@ -54,12 +59,17 @@ class Pager {
   void free_all_but(std::span<const int> keep);
   void start_gather(int unit, int slot);
   void say_what_is_awaited(std::span<const int> units);
+  std::byte* find_room(int unit);
   void run_gather(int unit);
   void free(int unit);
+  void drop(int unit);
+  // The unit's own memory holds all of it whatever the shards become: they are its shards.
+  bool is_never_stale(int unit) const;
   std::byte* take_overflow(int unit);
 
   EngineCore& core_;
   std::vector<Residency> units_;
+  int keeping_ = 0;  // scopes open
   std::vector<int> evaluation_run_;
   std::vector<std::vector<int>> evaluation_successor_;  // by first unit of a run
   std::size_t overflow_bytes_ = 0, peak_overflow_bytes_ = 0;

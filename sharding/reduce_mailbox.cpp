@@ -34,13 +34,12 @@ struct ReduceMailbox::Board {
   std::atomic<std::uint64_t>& complete(int unit) const { return words[1 + unit_count + unit]; }
 };
 
-ReduceMailbox::ReduceMailbox(Communicator& communicator, const Mesh& mesh, int units, int depth)
+ReduceMailbox::ReduceMailbox(Communicator& communicator, std::vector<Mesh> meshes, int depth)
     : communicator_(communicator),
-      mesh_(mesh),
-      units_(units),
+      meshes_(std::move(meshes)),
       depth_(depth),
-      segment_(communicator.allocate(sizeof(std::uint64_t) * static_cast<std::size_t>(Board::words_for(units)) +
-                                     sizeof(Entry) * static_cast<std::size_t>(units * depth))) {}
+      segment_(communicator.allocate(sizeof(std::uint64_t) * static_cast<std::size_t>(Board::words_for(units())) +
+                                     sizeof(Entry) * static_cast<std::size_t>(units() * depth))) {}
 
 void ReduceMailbox::publish(int unit, std::uint64_t generation, std::uint64_t location) {
   Entry& entry = own_entry(unit, generation);
@@ -62,13 +61,13 @@ std::uint64_t ReduceMailbox::location(int rank, int unit, std::uint64_t generati
 }
 
 void ReduceMailbox::consume(int unit, std::uint64_t generation) {
-  Board(segment_->local(), units_).consumed(unit).store(generation, std::memory_order_release);
+  Board(segment_->local(), units()).consumed(unit).store(generation, std::memory_order_release);
   communicator_.ring();
 }
 
 bool ReduceMailbox::is_drained(int unit, std::uint64_t generation) const {
   for (int rank = 0; rank < communicator_.world_size(); ++rank) {
-    if (Board(segment_->peer(rank), units_).consumed(unit).load(std::memory_order_acquire) < generation) return false;
+    if (Board(segment_->peer(rank), units()).consumed(unit).load(std::memory_order_acquire) < generation) return false;
   }
   return true;
 }
@@ -80,28 +79,30 @@ void ReduceMailbox::set_waiting(int unit, std::uint64_t generation) {
 void ReduceMailbox::set_running() { set_word(kRunning); }
 
 void ReduceMailbox::set_word(std::uint64_t word) {
-  std::atomic<std::uint64_t>& own = Board(segment_->local(), units_).waiting();
+  std::atomic<std::uint64_t>& own = Board(segment_->local(), units()).waiting();
   if (own.load(std::memory_order_relaxed) == word) return;
   own.store(word, std::memory_order_release);
   if (word != kRunning) communicator_.ring();
 }
 
 bool ReduceMailbox::is_summed(int unit, std::uint64_t generation) const {
-  for (int replica = 0; replica < mesh_.replicas(); ++replica) {
-    const Board board(segment_->peer(mesh_.rank_of(replica, mesh_.share())), units_);
+  const Mesh& mesh = mesh_of(unit);
+  for (int replica = 0; replica < mesh.replicas(); ++replica) {
+    const Board board(segment_->peer(mesh.rank_of(replica, mesh.share())), units());
     if (board.consumed(unit).load(std::memory_order_acquire) < generation) return false;
   }
   return true;
 }
 
 void ReduceMailbox::complete(int unit, std::uint64_t generation) {
-  Board(segment_->local(), units_).complete(unit).store(generation, std::memory_order_release);
+  Board(segment_->local(), units()).complete(unit).store(generation, std::memory_order_release);
   communicator_.ring();
 }
 
 bool ReduceMailbox::is_complete(int unit, std::uint64_t generation) const {
-  for (int replica = 0; replica < mesh_.replicas(); ++replica) {
-    const Board board(segment_->peer(mesh_.rank_of(replica, mesh_.share())), units_);
+  const Mesh& mesh = mesh_of(unit);
+  for (int replica = 0; replica < mesh.replicas(); ++replica) {
+    const Board board(segment_->peer(mesh.rank_of(replica, mesh.share())), units());
     if (board.complete(unit).load(std::memory_order_acquire) < generation) return false;
   }
   return true;
@@ -126,7 +127,7 @@ bool ReduceMailbox::is_deadlocked() const {
   const int ranks = communicator_.world_size();
   std::vector<std::uint64_t> words;
   for (int rank = 0; rank < ranks; ++rank)
-    words.push_back(Board(segment_->peer(rank), units_).waiting().load(std::memory_order_acquire));
+    words.push_back(Board(segment_->peer(rank), units()).waiting().load(std::memory_order_acquire));
   // Ranks that go on: those that wait for none, then those that wait only for such.
   std::vector<bool> goes_on(static_cast<std::size_t>(ranks));
   for (bool changed = true; changed;) {
@@ -145,12 +146,12 @@ bool ReduceMailbox::is_deadlocked() const {
 }
 
 const ReduceMailbox::Entry& ReduceMailbox::entry(int rank, int unit, std::uint64_t generation) const {
-  return Board(segment_->peer(rank), units_)
+  return Board(segment_->peer(rank), units())
       .entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
 }
 
 ReduceMailbox::Entry& ReduceMailbox::own_entry(int unit, std::uint64_t generation) {
-  return Board(segment_->local(), units_)
+  return Board(segment_->local(), units())
       .entries[unit * depth_ + static_cast<int>(generation % static_cast<std::uint64_t>(depth_))];
 }
 

@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <fsdp/communicator.h>
 
@@ -30,8 +31,8 @@ class ReduceMailbox {
  public:
   static constexpr std::uint64_t kAbsent = ~std::uint64_t{0};  // location of a rank that contributes zeros
 
-  // Collective. At most `depth` generations of a unit may be undrained at once.
-  ReduceMailbox(Communicator& communicator, const Mesh& mesh, int units, int depth);
+  // Collective. One mesh for each unit, and at most `depth` generations of a unit undrained at once.
+  ReduceMailbox(Communicator& communicator, std::vector<Mesh> meshes, int depth);
 
   void publish(int unit, std::uint64_t generation, std::uint64_t location);
   // By every rank, and all owners of this share are done with the generation before.
@@ -50,6 +51,7 @@ class ReduceMailbox {
   bool is_deadlocked() const;
 
   std::size_t bytes() const { return segment_->bytes(); }
+  int depth() const { return depth_; }
 
  private:
   struct Entry;
@@ -59,10 +61,12 @@ class ReduceMailbox {
   void set_word(std::uint64_t word);
   bool waits_for(int rank, int other, std::uint64_t word) const;
   bool is_complete(int unit, std::uint64_t generation) const;
+  int units() const { return static_cast<int>(meshes_.size()); }
+  const Mesh& mesh_of(int unit) const { return meshes_[static_cast<std::size_t>(unit)]; }
 
   Communicator& communicator_;
-  const Mesh& mesh_;
-  int units_, depth_;
+  std::vector<Mesh> meshes_;
+  int depth_;
   std::unique_ptr<Segment> segment_;
 };
 

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
-
-#include "sharding/optimizer_kernels.h"
 
 namespace fsdp {
 namespace {
@@ -59,7 +58,8 @@ void check_shardable(const NamedParameter& parameter) {
 
 }  // namespace
 
-ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Mesh& mesh, StorageOwner* owner) {
+ShardedModel::ShardedModel(std::vector<CutUnit> cut, const std::vector<UnitPolicy>& policies, int world_size, int rank,
+                           StorageOwner* owner) {
   std::unordered_map<const void*, std::string> storages;
   for (const CutUnit& unit : cut) {
     for (const NamedParameter& parameter : unit.parameters) check_own_storage(parameter, storages);
@@ -67,27 +67,32 @@ ShardedModel::ShardedModel(std::vector<CutUnit> cut, const Mesh& mesh, StorageOw
   for (const CutUnit& unit : cut) {
     for (const NamedParameter& parameter : unit.parameters) check_shardable(parameter);
   }
-  for (CutUnit& unit : cut) add_unit(std::move(unit));
-  lay_out(mesh);
+  for (std::size_t i = 0; i < cut.size(); ++i)
+    add_unit(std::move(cut[i]), policies.at(i), {.world_size = world_size, .rank = rank, .shares = policies[i].shares});
+  for (UnitLayout& unit : units) lay_out(unit);
   make_storages(owner);
 }
 
-void ShardedModel::add_unit(CutUnit unit) {
+void ShardedModel::add_unit(CutUnit unit, const UnitPolicy& policy, const Mesh& mesh) {
   const int unit_index = static_cast<int>(units.size());
-  UnitLayout layout{.name = std::move(unit.name), .groups = {}, .trainable = {}};
+  UnitLayout layout{.name = std::move(unit.name), .policy = policy, .mesh = mesh, .groups = {}, .trainable = {}};
   std::map<std::pair<DType, bool>, int> group_of;
   for (NamedParameter& named : unit.parameters) {
-    const DType dtype = to_dtype(named.tensor.scalar_type());
+    const DType master_dtype = to_dtype(named.tensor.scalar_type());
+    const DType dtype = master_dtype == DType::kFloat32 ? policy.param : master_dtype;
     const bool trainable = named.tensor.requires_grad();
     if (trainable && !is_trainable(dtype)) {
       throw InvalidArgument(
           fmt::format("fsdp::shard: parameter {} requires grad but is {}; expected F32, F64, F16 or BF16", named.name,
                       name_of(dtype)));
     }
-    const auto [group, is_new] = group_of.emplace(std::pair{dtype, trainable}, static_cast<int>(groups.size()));
+    const auto [group, is_new] = group_of.emplace(std::pair{master_dtype, trainable}, static_cast<int>(groups.size()));
     if (is_new) {
       groups.emplace_back();
+      groups.back().unit = unit_index;
       groups.back().dtype = dtype;
+      groups.back().master_dtype = master_dtype;
+      groups.back().reduce_dtype = dtype == DType::kFloat32 ? policy.reduce : dtype;
       groups.back().trainable = trainable;
       layout.groups.push_back(group->second);
     }
@@ -98,7 +103,6 @@ void ShardedModel::add_unit(CutUnit unit) {
     parameter.tensor = std::move(named.tensor);
     parameter.sizes = parameter.tensor.sizes().vec();
     parameter.strides = parameter.tensor.strides().vec();
-    parameter.dtype = dtype;
     parameter.unit = unit_index;
     parameter.group = group->second;
     parameter.index_in_group = target.parameters.size();
@@ -113,28 +117,45 @@ void ShardedModel::add_unit(CutUnit unit) {
   units.push_back(std::move(layout));
 }
 
-void ShardedModel::lay_out(const Mesh& mesh) {
-  for (UnitLayout& unit : units) {
-    for (const int index : unit.groups) {
-      FlatGroup& group = groups[static_cast<std::size_t>(index)];
-      std::vector<std::int64_t> numels;
-      for (const int parameter : group.parameters)
-        numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
-      group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), mesh.shares);
-      group.slot_offset = unit.slot_bytes;
-      unit.slot_bytes += group.flat_bytes();
-      group.shard_offset = parameter_shard_bytes;
-      parameter_shard_bytes += group.shard_bytes();
-      if (group.trainable) {
-        group.state_offset = state_shard_bytes;
-        state_shard_bytes += static_cast<std::size_t>(group.layout->shard_numel()) * size_of(state_dtype(group.dtype));
-      }
-      for (const int parameter : group.parameters) {
-        ShardedParameter& p = parameters[static_cast<std::size_t>(parameter)];
-        p.piece = group.layout->piece(p.index_in_group, mesh.share());
-      }
+void ShardedModel::lay_out(UnitLayout& unit) {
+  bool needs_slots = !unit.policy.keeps_parameters;
+  for (const int index : unit.groups) {
+    FlatGroup& group = groups[static_cast<std::size_t>(index)];
+    std::vector<std::int64_t> numels;
+    for (const int parameter : group.parameters)
+      numels.push_back(parameters[static_cast<std::size_t>(parameter)].tensor.numel());
+    group.layout = std::make_unique<ShardLayout>(numels, size_of(group.dtype), unit.mesh.shares);
+    for (const int parameter : group.parameters) {
+      ShardedParameter& p = parameters[static_cast<std::size_t>(parameter)];
+      p.piece = group.layout->piece(p.index_in_group, unit.mesh.share());
     }
-    slot_bytes = std::max(slot_bytes, unit.slot_bytes);
+    group.slot_offset = unit.bytes;
+    unit.bytes += group.flat_bytes();
+    needs_slots |= group.trainable && !unit.policy.keeps_gradients;
+  }
+  unit.parameter_offset = parameter_bytes;
+  for (const int index : unit.groups) place(groups[static_cast<std::size_t>(index)], unit);
+  largest_unit_bytes = std::max(largest_unit_bytes, unit.bytes);
+  if (needs_slots) slot_bytes = std::max(slot_bytes, unit.bytes);
+}
+
+// Gives the group its place in each segment; NOTE [Strategies].
+void ShardedModel::place(FlatGroup& group, UnitLayout& unit) {
+  const auto take = [](std::size_t& end, std::size_t bytes) { return std::exchange(end, end + bytes); };
+  group.parameter_stride = unit.policy.keeps_parameters ? group.shard_bytes() : 0;
+  group.parameter_offset = take(parameter_bytes,
+                                unit.policy.keeps_parameters ? group.flat_bytes() : group.shard_bytes());
+  const std::int64_t numel = group.layout->numel(), shard_numel = group.layout->shard_numel();
+  if (group.has_master()) group.master_offset = take(master_bytes, bytes_of(shard_numel, group.master_dtype));
+  if (!group.trainable) return;
+  const DType dtype = group.gradient_dtype();
+  group.state_offset = take(state_bytes, bytes_of(shard_numel, dtype));
+  if (unit.policy.keeps_gradients) {
+    group.gradient_stride = bytes_of(shard_numel, dtype);
+    group.gradient_offset = group.local_offset = take(gradient_bytes, bytes_of(numel, dtype));
+  } else {
+    group.gradient_offset = take(gradient_bytes, bytes_of(shard_numel, dtype));
+    group.local_offset = take(local_bytes, bytes_of(numel, dtype));
   }
 }
 
@@ -154,7 +175,7 @@ void ShardedModel::make_storages(StorageOwner* owner) {
     ShardedParameter& p = parameters[index];
     if (p.trainable_index < 0) continue;
     p.gradient_storage = c10::make_intrusive<PagedStorage>(
-        p.tensor.nbytes(), PagedStorage::Role::kGradient, owner, static_cast<int>(index),
+        bytes_of(p.tensor.numel(), group_of(p).dtype), PagedStorage::Role::kGradient, owner, static_cast<int>(index),
         fmt::format("gradients are sharded: this rank holds a part of the gradient of {} only; clip and step through "
                     "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
                     p.name));
@@ -163,16 +184,14 @@ void ShardedModel::make_storages(StorageOwner* owner) {
 
 void ShardedModel::pack(const FlatGroup& group, std::byte* flat) const {
   const at::NoGradGuard no_grad;
-  const std::size_t element_bytes = size_of(group.dtype);
-  for (const ElementRange& gap : group.layout->gaps()) {
-    std::memset(flat + static_cast<std::size_t>(gap.offset) * element_bytes, 0,
-                static_cast<std::size_t>(gap.numel) * element_bytes);
-  }
+  const DType dtype = group.master_dtype;
+  for (const ElementRange& gap : group.layout->gaps())
+    std::memset(flat + bytes_of(gap.offset, dtype), 0, bytes_of(gap.numel, dtype));
   for (const int index : group.parameters) {
     const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
     const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
     // Dense and not overlapping, so the elements lie side by side whatever the strides.
-    std::memcpy(flat + static_cast<std::size_t>(offset) * element_bytes, p.tensor.const_data_ptr(), p.tensor.nbytes());
+    std::memcpy(flat + bytes_of(offset, dtype), p.tensor.const_data_ptr(), p.tensor.nbytes());
   }
 }
 
@@ -180,13 +199,13 @@ void ShardedModel::take_over(const std::shared_ptr<GradientHook>& hook) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   for (ShardedParameter& p : parameters) {
-    const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
+    const FlatGroup& group = group_of(p);
     if (p.trainable_index >= 0) {
-      p.placeholder = make_touch_view(p.gradient_storage, p.tensor.detach(), 0);
+      p.placeholder = make_touch_view(p.gradient_storage, p.tensor.detach(), group.dtype, 0);
       p.hook = install_gradient_hook(p.tensor, hook);
     }
-    p.tensor.set_data(
-        make_touch_view(group.storage, p.tensor.detach(), group.layout->parameters()[p.index_in_group].offset));
+    p.tensor.set_data(make_touch_view(group.storage, p.tensor.detach(), group.dtype,
+                                      group.layout->parameters()[p.index_in_group].offset));
   }
 }
 
@@ -205,7 +224,7 @@ void ShardedModel::check_identity() const {
 }
 
 void ShardedModel::check_identity(const ShardedParameter& p) const {
-  const FlatGroup& group = groups[static_cast<std::size_t>(p.group)];
+  const FlatGroup& group = group_of(p);
   const auto refuse = [&](const char* found, const char* remedy) {
     throw InvalidArgument(fmt::format("parameter {} of unit {} {} after fsdp::shard; {}", p.name,
                                       units[static_cast<std::size_t>(p.unit)].name, found, remedy));

@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <limits>
 
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
-
-#include "sharding/optimizer_kernels.h"
 
 namespace fsdp {
 namespace {
@@ -19,12 +17,16 @@ void require(bool holds, std::string_view field, double found, std::string_view 
 
 bool is_non_negative(double value) { return std::isfinite(value) && value >= 0; }
 
-void validate(const AdamW& options) {
+template <class Options>
+void validate_adam(const Options& options) {
   require(is_non_negative(options.lr), "lr", options.lr, "at least 0");
   for (const double beta : options.betas) require(beta >= 0 && beta < 1, "betas", beta, "in [0, 1)");
   require(is_non_negative(options.eps), "eps", options.eps, "at least 0");
   require(is_non_negative(options.weight_decay), "weight_decay", options.weight_decay, "at least 0");
 }
+
+void validate(const AdamW& options) { validate_adam(options); }
+void validate(const Adam& options) { validate_adam(options); }
 
 void validate(const SGD& options) {
   require(is_non_negative(options.lr), "lr", options.lr, "at least 0");
@@ -34,9 +36,9 @@ void validate(const SGD& options) {
 }
 
 std::vector<std::string> state_names_of(const OptimizerOptions& options) {
-  if (std::holds_alternative<AdamW>(options)) return {"exp_avg", "exp_avg_sq"};
-  return std::get<SGD>(options).momentum != 0 ? std::vector<std::string>{"momentum_buffer"}
-                                              : std::vector<std::string>{};
+  const auto* sgd = std::get_if<SGD>(&options);
+  if (sgd == nullptr) return {"exp_avg", "exp_avg_sq"};
+  return sgd->momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
 }
 
 }  // namespace
@@ -54,7 +56,7 @@ ShardedOptimizer::ShardedOptimizer(EngineCore& core, OptimizerOptions options)
       },
       options_);
   for (std::size_t i = 0; i < state_names_of(options_).size(); ++i)
-    states_.push_back(zeroed_bytes(core.model.state_shard_bytes));
+    states_.push_back(zeroed_bytes(core.model.state_bytes));
 }
 
 void ShardedOptimizer::resolve_settings(double weight_decay, const ParameterGroups& groups) {
@@ -74,71 +76,82 @@ void ShardedOptimizer::resolve_settings(double weight_decay, const ParameterGrou
   }
 }
 
-ShardedOptimizer::Norm ShardedOptimizer::gradient_norm(const std::vector<bool>& used) const {
+ShardedOptimizer::Norm ShardedOptimizer::gradient_norm(const std::vector<bool>& used, double p_norm) const {
   struct Part {
-    double sum_of_squares;
-    std::int64_t first_bad;
+    double norm = 0;
+    std::int64_t first_bad = std::numeric_limits<std::int64_t>::max();
   };
-  Part own{0, static_cast<std::int64_t>(used.size())};
+  Part own;
   for (std::size_t i = 0; i < used.size(); ++i) {
     if (!used[i]) continue;
     const ShardedParameter& p = core_.model.parameters[i];
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-    const DType dtype = state_dtype(group.dtype);
+    const FlatGroup& group = core_.model.group_of(p);
+    const DType dtype = group.gradient_dtype();
     // The owners of a share hold the same gradients: each counts its own part.
-    const ElementRange part = core_.mesh.part_of_share(group.layout->shard_numel(), core_.mesh.replica());
+    const Mesh& mesh = core_.model.unit_of(group).mesh;
+    const ElementRange part = mesh.part_of_share(group.layout->shard_numel(), mesh.replica());
     const std::int64_t begin = std::max(p.piece.shard_offset, part.offset),
                        end = std::min(p.piece.shard_offset + p.piece.numel(), part.offset + part.numel);
     if (begin >= end) continue;
-    const double squares = fsdp::sum_of_squares(
-        core_.gradient_shard(group) + static_cast<std::size_t>(begin) * size_of(dtype), end - begin, dtype);
-    if (!std::isfinite(squares)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
-    own.sum_of_squares += squares;
+    const double norm = norm_part(core_.gradient_shard(group) + bytes_of(begin, dtype), end - begin, dtype, p_norm);
+    if (!std::isfinite(norm)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
+    own.norm = combine_norm_parts(own.norm, norm, p_norm);
   }
   std::vector<Part> all(static_cast<std::size_t>(core_.context.world_size()));
   core_.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-  // Added in rank order on every rank: the same bits everywhere.
-  Part total{0, static_cast<std::int64_t>(used.size())};
+  // Combined in rank order on every rank: the same bits everywhere.
+  Part total;
   for (const Part& part : all) {
-    total.sum_of_squares += part.sum_of_squares;
+    total.norm = combine_norm_parts(total.norm, part.norm, p_norm);
     total.first_bad = std::min(total.first_bad, part.first_bad);
   }
-  const bool bad = total.first_bad < static_cast<std::int64_t>(used.size());
-  return {std::sqrt(total.sum_of_squares), bad ? static_cast<int>(total.first_bad) : -1};
+  const bool bad = total.first_bad != Part{}.first_bad;
+  return {norm_of(total.norm, p_norm), bad ? static_cast<int>(total.first_bad) : -1};
 }
 
-void ShardedOptimizer::update(const std::vector<bool>& used, double gradient_scale) {
+OptimizerSpan ShardedOptimizer::span_of(const ShardedParameter& p) const {
+  const FlatGroup& group = core_.model.group_of(p);
+  const std::int64_t offset = p.piece.shard_offset;
+  const std::size_t state_offset = bytes_of(offset, group.gradient_dtype());
+  return {.dtype = group.master_dtype,
+          .parameter = core_.master_shard(group) + bytes_of(offset, group.master_dtype),
+          .gradient = core_.gradient_shard(group) + state_offset,
+          .first = states_.size() > 0 ? state(0, group) + state_offset : nullptr,
+          .second = states_.size() > 1 ? state(1, group) + state_offset : nullptr,
+          .numel = p.piece.numel(),
+          .rounded = group.has_master() ? core_.parameter_shard(group) + bytes_of(offset, group.dtype) : nullptr,
+          .rounded_dtype = group.dtype};
+}
+
+void ShardedOptimizer::update(const std::vector<bool>& used, const GradientUse& gradient) {
+  const auto adam = [](const auto& options, double lr, double weight_decay, bool decoupled) {
+    return AdamUpdate{.lr = lr,
+                      .beta1 = options.betas[0],
+                      .beta2 = options.betas[1],
+                      .eps = options.eps,
+                      .weight_decay = weight_decay,
+                      .decoupled = decoupled};
+  };
   for (std::size_t i = 0; i < used.size(); ++i) {
     if (!used[i]) continue;
-    ++steps_[i];
-    const ShardedParameter& p = core_.model.parameters[i];
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(p.group)];
-    const std::size_t state_bytes = static_cast<std::size_t>(p.piece.shard_offset) * size_of(state_dtype(group.dtype));
-    const OptimizerSpan span{.dtype = group.dtype,
-                             .parameter = core_.parameter_shard(group) +
-                                          static_cast<std::size_t>(p.piece.shard_offset) * size_of(group.dtype),
-                             .gradient = core_.gradient_shard(group) + state_bytes,
-                             .first = states_.size() > 0 ? state(0, group) + state_bytes : nullptr,
-                             .second = states_.size() > 1 ? state(1, group) + state_bytes : nullptr,
-                             .numel = p.piece.numel()};
-    const double lr = lr_ * settings_[i].lr_scale;
-    if (const auto* adamw = std::get_if<AdamW>(&options_)) {
-      adamw_update(span, {.lr = lr,
-                          .beta1 = adamw->betas[0],
-                          .beta2 = adamw->betas[1],
-                          .eps = adamw->eps,
-                          .weight_decay = settings_[i].weight_decay,
-                          .gradient_scale = gradient_scale,
-                          .step = steps_[i]});
-    } else {
-      const auto& sgd = std::get<SGD>(options_);
+    const OptimizerSpan span = span_of(core_.model.parameters[i]);
+    const double lr = lr_ * settings_[i].lr_scale, weight_decay = settings_[i].weight_decay;
+    const std::int64_t step = ++steps_[i];
+    if (const auto* sgd = std::get_if<SGD>(&options_)) {
       sgd_update(span, {.lr = lr,
-                        .momentum = sgd.momentum,
-                        .weight_decay = settings_[i].weight_decay,
-                        .gradient_scale = gradient_scale,
-                        .nesterov = sgd.nesterov,
-                        .step = steps_[i]});
+                        .momentum = sgd->momentum,
+                        .weight_decay = weight_decay,
+                        .nesterov = sgd->nesterov,
+                        .gradient = gradient,
+                        .step = step});
+      continue;
     }
+    const auto* adamw = std::get_if<AdamW>(&options_);
+    AdamUpdate update = adamw != nullptr ? adam(*adamw, lr, weight_decay, /*decoupled=*/true)
+                                         : adam(std::get<Adam>(options_), lr, weight_decay, /*decoupled=*/false);
+    update.gradient = gradient;
+    update.step = step;
+    adam_update(span, update);
   }
 }
 
@@ -147,7 +160,7 @@ void ShardedOptimizer::set_lr(double lr) {
   lr_ = lr;
 }
 
-std::size_t ShardedOptimizer::state_bytes() const { return states_.size() * core_.model.state_shard_bytes; }
+std::size_t ShardedOptimizer::state_bytes() const { return states_.size() * core_.model.state_bytes; }
 
 std::vector<std::string> ShardedOptimizer::state_names() const { return state_names_of(options_); }
 

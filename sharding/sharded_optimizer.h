@@ -1,4 +1,4 @@
-// AdamW or SGD over this rank's shards: state buffers, per-parameter settings, and the one pass of a step.
+// Adam, AdamW or SGD over this rank's shards: state buffers, per-parameter settings, and the one pass of a step.
 #pragma once
 
 #include <cstdint>
@@ -13,22 +13,22 @@
 
 namespace fsdp {
 
-using OptimizerOptions = std::variant<AdamW, SGD>;
+using OptimizerOptions = std::variant<AdamW, Adam, SGD>;
 
 class ShardedOptimizer {
  public:
   // Throws InvalidArgument for values out of range, naming field and value.
   ShardedOptimizer(EngineCore& core, OptimizerOptions options);
 
-  // Collective. The 2-norm of the gradients of the used parameters over all ranks, and the first of them that is not
+  // Collective. The p-norm of the gradients of the used parameters over all ranks, and the first of them that is not
   // finite.
   struct Norm {
     double value = 0;
     int first_bad = -1;  // parameter index, -1 = none
   };
-  Norm gradient_norm(const std::vector<bool>& used) const;
-  // Steps the used parameters' shards; gradients are scaled first.
-  void update(const std::vector<bool>& used, double gradient_scale);
+  Norm gradient_norm(const std::vector<bool>& used, double p) const;
+  // Steps the used parameters' shards.
+  void update(const std::vector<bool>& used, const GradientUse& gradient);
 
   void set_lr(double lr);
   double lr() const { return lr_; }
@@ -41,6 +41,7 @@ class ShardedOptimizer {
   struct Setting {
     double lr_scale = 1, weight_decay = 0;
   };
+  OptimizerSpan span_of(const ShardedParameter& p) const;
   void resolve_settings(double weight_decay, const ParameterGroups& groups);
 
   EngineCore& core_;

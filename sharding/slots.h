@@ -22,7 +22,8 @@ class Slots {
   // Bytes from the start of the segment, the same on every rank.
   std::uint64_t location(int slot) const { return static_cast<std::uint64_t>(slot) * slot_bytes_; }
   const Segment& segment() const { return *segment_; }
-  std::size_t bytes() const { return segment_->bytes(); }
+  std::size_t bytes() const { return slots_.size() * slot_bytes_; }
+  int count() const { return static_cast<int>(slots_.size()); }
 
   bool is_free(int slot) const { return !slots_[static_cast<std::size_t>(slot)].busy; }
   // No rank still reads what the slot held last.

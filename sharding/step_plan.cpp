@@ -26,17 +26,18 @@ std::vector<std::vector<std::size_t>> cut_rounds(const StepRecord& record, int u
 // Walks the record once and gives out slots.
 class Planner {
  public:
-  Planner(const StepRecord& record, int units, int prefetch)
-      : prefetch_(prefetch),
-        slots_(static_cast<std::size_t>(slots_for(prefetch))),
-        slot_of_unit_(static_cast<std::size_t>(units), kNoSlot),
-        resident_(static_cast<std::size_t>(units)),
-        round_(static_cast<std::size_t>(units)),
-        arrival_(static_cast<std::size_t>(units)) {
+  Planner(const StepRecord& record, std::span<const PlannedUnit> units, int prefetch)
+      : units_(units),
+        prefetch_(prefetch),
+        slots_(static_cast<std::size_t>(slots_for(units, prefetch))),
+        slot_of_unit_(units.size(), kNoSlot),
+        resident_(units.size()),
+        round_(units.size()),
+        arrival_(units.size()) {
     plan_.record = record;
-    plan_.rounds.resize(static_cast<std::size_t>(units));
+    plan_.rounds.resize(units.size());
     for (const auto& run : record.runs) plan_.runs.push_back({.units = run, .keep = {}, .gathers = {}});
-    plan_round_starts(units);
+    plan_round_starts();
   }
 
   StepPlan build() {
@@ -57,12 +58,16 @@ class Planner {
     int since = 0;  // order in which slots began to drain
   };
 
-  void plan_round_starts(int units) {
+  bool is_local(const std::vector<std::size_t>& round) const { return plan_.record.events[round.front()].local; }
+
+  void plan_round_starts() {
     std::vector<std::vector<std::vector<std::size_t>>> positions;
     std::vector<std::size_t> ends;
-    for (int unit = 0; unit < units; ++unit) {
-      positions.push_back(cut_rounds(plan_.record, unit));
-      for (const auto& round : positions.back()) ends.push_back(round.back());
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+      positions.push_back(cut_rounds(plan_.record, static_cast<int>(unit)));
+      for (const auto& round : positions.back()) {
+        if (!is_local(round)) ends.push_back(round.back());
+      }
     }
     std::sort(ends.begin(), ends.end());
     for (std::size_t unit = 0; unit < positions.size(); ++unit) {
@@ -70,9 +75,11 @@ class Planner {
         const auto own_end = std::lower_bound(ends.begin(), ends.end(), round.back());
         const std::size_t last_other_end = own_end == ends.begin() ? 0 : *(own_end - 1) + 1;
         const auto first = std::lower_bound(round.begin(), round.end(), last_other_end);
-        plan_.rounds[unit].push_back(
-            {.arrivals = static_cast<int>(round.size()), .opens_at = static_cast<int>(first - round.begin())});
+        plan_.rounds[unit].push_back({.arrivals = static_cast<int>(round.size()),
+                                      .opens_at = static_cast<int>(first - round.begin()),
+                                      .local = is_local(round)});
       }
+      if (!plan_.rounds[unit].empty()) plan_.rounds[unit].back().last = true;
     }
   }
 
@@ -97,9 +104,9 @@ class Planner {
     for (const int unit : window) {
       const auto u = static_cast<std::size_t>(unit);
       if (!resident_[u]) {
-        const bool ahead = !contains(run.units, unit);
-        const int slot = take_slot(/*prefer_draining=*/ahead);
-        if (ahead && slot == kNoSlot) continue;
+        const bool ahead = !contains(run.units, unit), own_memory = units_[u].keeps_parameters;
+        const int slot = own_memory ? kNoSlot : take_slot(/*prefer_draining=*/ahead);
+        if (ahead && slot == kNoSlot && !own_memory) continue;
         resident_[u] = true;
         slot_of_unit_[u] = slot;
         run.gathers.push_back({unit, slot});
@@ -112,19 +119,24 @@ class Planner {
     StepPlan::Round& round = plan_.rounds[unit][round_[unit]];
     const int arrival = arrival_[unit]++;
     const bool ends = arrival + 1 == round.arrivals;
-    if (arrival == round.opens_at && !ends) round.slot = take_slot(/*prefer_draining=*/false);
+    if (arrival == round.opens_at && !ends && !round.local) round.slot = take_slot(/*prefer_draining=*/false);
     if (!ends) return;
     // Where packing starts with the last gradient, or found no slot before, the unit's own slot may serve.
-    round.frees_unit = resident_[unit] && !contains(units_of_runs(run_ + 1, prefetch_), static_cast<int>(unit));
-    if (round.slot == kNoSlot) round.slot = take_slot(/*prefer_draining=*/false);
+    round.frees_unit = resident_[unit] && !units_[unit].keeps_parameters &&
+                       !contains(units_of_runs(run_ + 1, prefetch_), static_cast<int>(unit));
+    const auto take = [&] {
+      if (round.slot == kNoSlot && !round.local) round.slot = take_slot(/*prefer_draining=*/false);
+    };
+    take();
     if (round.frees_unit) free_unit(unit);
-    if (round.slot == kNoSlot) round.slot = take_slot(/*prefer_draining=*/false);
+    take();
     if (round.slot != kNoSlot) slots_[static_cast<std::size_t>(round.slot)] = {Use::kDraining, ++drained_};
     ++round_[unit];
     arrival_[unit] = 0;
   }
 
   void free_unit(std::size_t unit) {
+    if (units_[unit].keeps_parameters) return;
     resident_[unit] = false;
     if (slot_of_unit_[unit] != kNoSlot) slots_[static_cast<std::size_t>(slot_of_unit_[unit])].use = Use::kFree;
   }
@@ -145,6 +157,7 @@ class Planner {
   }
 
   StepPlan plan_;
+  std::span<const PlannedUnit> units_;
   int prefetch_;
   std::vector<Slot> slots_;
   std::vector<int> slot_of_unit_;
@@ -157,7 +170,13 @@ class Planner {
 
 }  // namespace
 
-StepPlan build_step_plan(const StepRecord& record, int units, int prefetch) {
+int slots_for(std::span<const PlannedUnit> units, int prefetch) {
+  const auto any = [units](auto needs) { return std::any_of(units.begin(), units.end(), needs); };
+  if (any([](const PlannedUnit& unit) { return !unit.keeps_parameters; })) return prefetch + 2;
+  return any([](const PlannedUnit& unit) { return !unit.keeps_gradients && unit.trainable > 0; }) ? 2 : 0;
+}
+
+StepPlan build_step_plan(const StepRecord& record, std::span<const PlannedUnit> units, int prefetch) {
   return Planner(record, units, prefetch).build();
 }
 

@@ -6,7 +6,8 @@
 // gradient is there). With prefetch p, while run i lasts the units of runs i .. i+p are resident and nothing else.
 // Gradients of a unit come in rounds: a round ends before a parameter would come twice, and is reduced at its last
 // arrival. Packing begins once no other unit's round ends before this one does, so at most one buffer fills at a time.
-// A buffer drains until all peers have read it.
+// A buffer drains until all peers have read it. Units that keep their parameters are gathered into memory of their own,
+// once; gradients that accumulate locally need no slot, and the last such round is where they are reduced.
 //
 // Backward of three units with prefetch 1 (3 slots; P parameters, F filling, D draining):
 //
@@ -29,8 +30,9 @@ namespace fsdp {
 struct StepEvent {
   enum class Kind : std::uint8_t { kRun, kArrival };
   Kind kind = Kind::kRun;
-  int index = 0;      // kRun: of the run; kArrival: of the unit
-  int parameter = 0;  // kArrival: of the unit's trainable parameters
+  int index = 0;       // kRun: of the run; kArrival: of the unit
+  int parameter = 0;   // kArrival: of the unit's trainable parameters
+  bool local = false;  // kArrival: accumulates locally
   bool operator==(const StepEvent&) const = default;
 };
 
@@ -44,7 +46,13 @@ inline bool contains(std::span<const int> units, int unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
 }
 
-constexpr int kNoSlot = -1;  // an overflow buffer is taken
+// What a plan needs to know of a unit.
+struct PlannedUnit {
+  int trainable = 0;  // parameters
+  bool keeps_parameters = false, keeps_gradients = false;
+};
+
+constexpr int kNoSlot = -1;  // of an overflow buffer, or of memory that is the unit's own
 
 struct StepPlan {
   struct Gather {
@@ -60,15 +68,18 @@ struct StepPlan {
     int opens_at = 0;  // arrival from which gradients are packed; those before are held
     int slot = kNoSlot;
     bool frees_unit = false;  // the unit's parameters are freed when the round ends
+    bool local = false;       // accumulates locally
+    bool last = false;        // of the step
   };
   std::vector<Run> runs;
   std::vector<std::vector<Round>> rounds;  // [unit][round]
   StepRecord record;
 };
 
-// REQUIRES prefetch >= 0 and unit indices below units.
-StepPlan build_step_plan(const StepRecord& record, int units, int prefetch);
+// REQUIRES prefetch >= 0 and unit indices below units.size().
+StepPlan build_step_plan(const StepRecord& record, std::span<const PlannedUnit> units, int prefetch);
 
-constexpr int slots_for(int prefetch) { return prefetch + 2; }
+// As many as a plan may name: fewer where no unit's parameters need them, or no gradients.
+int slots_for(std::span<const PlannedUnit> units, int prefetch);
 
 }  // namespace fsdp

@@ -15,10 +15,10 @@ bool is_subset(std::span<const int> part, const std::vector<int>& whole) {
 
 }  // namespace
 
-Timeline::Timeline(std::vector<int> trainable_parameters, int prefetch)
-    : prefetch_(prefetch), trainable_(std::move(trainable_parameters)), rounds_(trainable_.size()) {
-  for (std::size_t unit = 0; unit < trainable_.size(); ++unit)
-    rounds_[unit].arrived.resize(static_cast<std::size_t>(trainable_[unit]));
+Timeline::Timeline(std::vector<PlannedUnit> units, int prefetch)
+    : units_(std::move(units)), prefetch_(prefetch), rounds_(units_.size()) {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit)
+    rounds_[unit].arrived.resize(static_cast<std::size_t>(units_[unit].trainable));
 }
 
 Timeline::Touched Timeline::touch(std::span<const int> units) {
@@ -40,7 +40,7 @@ Timeline::Touched Timeline::touch(std::span<const int> units) {
   return {true, plan_ != nullptr ? &plan_->runs[next_run_++] : nullptr};
 }
 
-Timeline::Arrived Timeline::arrive(int unit, int parameter) {
+Timeline::Arrived Timeline::arrive(int unit, int parameter, bool local) {
   OpenRound& round = rounds_[static_cast<std::size_t>(unit)];
   Arrived result;
   if (round.arrived[static_cast<std::size_t>(parameter)]) {
@@ -50,26 +50,35 @@ Timeline::Arrived Timeline::arrive(int unit, int parameter) {
     end_round(unit);
   }
   if (recording_) {
-    record_.events.push_back({StepEvent::Kind::kArrival, unit, parameter});
+    record_.events.push_back({StepEvent::Kind::kArrival, unit, parameter, local});
     recording_ = record_.events.size() < kMaxEvents;
   }
   round.arrived[static_cast<std::size_t>(parameter)] = true;
   const int arrival = round.arrivals++;
-  if (plan_ != nullptr && round.index >= plan_->rounds[static_cast<std::size_t>(unit)].size()) leave_plan();
+  const StepPlan::Round* expected_round = planned_round(unit);
+  if (plan_ != nullptr && (expected_round == nullptr || expected_round->local != local)) leave_plan();
   if (plan_ != nullptr) {
-    const StepPlan::Round& planned = plan_->rounds[static_cast<std::size_t>(unit)][round.index];
+    const StepPlan::Round& planned = *expected_round;
     result.ends = arrival + 1 == planned.arrivals;
     // A slot that is free only after the unit's own parameters are gone is taken at the end.
     result.packs = result.ends || (arrival >= planned.opens_at && !(planned.opens_at + 1 == planned.arrivals));
     result.slot = planned.slot;
     result.frees_unit = planned.frees_unit;
+    result.last = planned.last;
   } else {
-    result.ends = round.arrivals == trainable_[static_cast<std::size_t>(unit)];
+    result.ends = round.arrivals == units_[static_cast<std::size_t>(unit)].trainable;
     result.packs = result.ends;
     result.frees_unit = true;
   }
   if (result.ends) end_round(unit);
   return result;
+}
+
+const StepPlan::Round* Timeline::planned_round(int unit) const {
+  if (plan_ == nullptr) return nullptr;
+  const auto& rounds = plan_->rounds[static_cast<std::size_t>(unit)];
+  const std::size_t index = rounds_[static_cast<std::size_t>(unit)].index;
+  return index < rounds.size() ? &rounds[index] : nullptr;
 }
 
 void Timeline::cut_round(int unit) {
@@ -110,7 +119,7 @@ const StepPlan* Timeline::plan_of_record() {
     if (last_ == dropped) last_ = nullptr;
     patterns_.pop_back();
   }
-  patterns_.push_front({build_step_plan(record_, static_cast<int>(trainable_.size()), prefetch_), nullptr});
+  patterns_.push_front({build_step_plan(record_, units_, prefetch_), nullptr});
   return &patterns_.front().plan;
 }
 

@@ -12,7 +12,7 @@ namespace fsdp {
 
 class Timeline {
  public:
-  Timeline(std::vector<int> trainable_parameters, int prefetch);  // number of trainable parameters of each unit
+  Timeline(std::vector<PlannedUnit> units, int prefetch);
 
   // An operator of a training pass touches these units (not empty). Returns the planned run that begins here; nullptr
   // where the present run goes on, or the step follows no plan. `began` tells whether a run began.
@@ -29,8 +29,9 @@ class Timeline {
     bool packs = false;          // a buffer is to be open now
     int slot = kNoSlot;          // its planned slot; kNoSlot = any
     bool frees_unit = false;     // with `ends`
+    bool last = false;           // with `ends`: the plan knows of no further round of the unit in this step
   };
-  Arrived arrive(int unit, int parameter);
+  Arrived arrive(int unit, int parameter, bool local);
 
   bool started() const { return !record_.events.empty(); }
   // A settlement ends a unit's open round; from here on the step follows no plan.
@@ -52,14 +53,15 @@ class Timeline {
   };
 
   void leave_plan() { plan_ = nullptr; }
+  const StepPlan::Round* planned_round(int unit) const;  // the unit's present one in the plan, or nullptr
   void choose_plan(std::span<const int> units);
   const StepPlan* expected() const;  // the plan that this step is likely to follow, or nullptr
   const StepPlan* plan_of_record();  // known or new
   void end_round(int unit);
   const Pattern* pattern_of(const StepPlan* plan) const;
 
+  std::vector<PlannedUnit> units_;
   int prefetch_;
-  std::vector<int> trainable_;
   std::deque<Pattern> patterns_;  // newest first; addresses stay, since only the ends move
   const StepPlan* plan_ = nullptr;
   const StepPlan* last_ = nullptr;

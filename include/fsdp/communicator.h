@@ -46,16 +46,17 @@ class Segment {
 
 enum class ReduceOp { kSum, kMax, kMin };
 
-// One all-gather read from the owners: output[i * shard_bytes ...] = source[offset ... + shard_bytes] of rank
-// first_rank + i, for each i below `ranks`.
+// One all-gather read from the owners: output[i * shard_bytes ...] = source[offset + i * stride ... + shard_bytes] of
+// rank first_rank + i, for each i below `ranks`.
 struct GatherRequest {
   const Segment* source = nullptr;
   std::size_t offset = 0;  // bytes, the same on every rank
   std::size_t shard_bytes = 0;
-  std::byte* output = nullptr;  // ranks * shard_bytes; may not overlap `source`
+  std::byte* output = nullptr;  // ranks * shard_bytes; may be where `source` has this rank's own share in place
   std::string_view label = {};  // unit name, for errors and records; outlives the call
   int first_rank = 0;
-  int ranks = 0;  // 0 = all
+  int ranks = 0;           // 0 = all
+  std::size_t stride = 0;  // bytes; 0 or shard_bytes
 };
 
 // One rank's share of a reduce-scatter whose inputs are read where they lie:

@@ -37,6 +37,10 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
+constexpr std::size_t bytes_of(std::int64_t numel, DType dtype) {
+  return static_cast<std::size_t>(numel) * size_of(dtype);
+}
+
 // The safetensors name: "F32", "BF16", "I64", ...
 constexpr std::string_view name_of(DType dtype) {
   switch (dtype) {

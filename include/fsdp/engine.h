@@ -19,6 +19,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <fsdp/context.h>
@@ -31,6 +32,57 @@ namespace fsdp {
 
 class EngineState;
 
+// Gradients of backward passes stay local while one lives (and its engine): they accumulate in a whole fp32 buffer per rank, allocated
+// by the engine's first scope and kept. The next backward outside of a scope reduces them along with its own; if none
+// comes, Optimizer::step does. A unit is reduced so once a step: what comes for it within a scope after that is reduced as
+// if there were none.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(EngineState& engine);  // collective where it is the engine's first
+  NoSync(NoSync&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+  NoSync& operator=(NoSync&&) = delete;
+  ~NoSync();
+
+ private:
+  EngineState* engine_;
+};
+
+// Nothing is freed while one lives: every unit that is touched stays gathered, beyond the arena in memory taken for it. For
+// generation, where forwards follow each other and their number may differ between ranks.
+class [[nodiscard]] KeepGathered {
+ public:
+  explicit KeepGathered(EngineState& engine);
+  KeepGathered(KeepGathered&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+  KeepGathered& operator=(KeepGathered&&) = delete;
+  ~KeepGathered();
+
+ private:
+  EngineState* engine_;
+};
+
+struct SummonOptions {
+  bool writeback = false;  // values written through raw pointers are kept, as those of an operator: NOTE Writes above
+  bool gradients =
+      false;  // .grad of each used parameter is its whole mean gradient; collective, finishes what is pending
+};
+
+// While one lives, whole parameters lie in memory on every rank: data_ptr() and accessors work, and need no operator.
+// Costs the whole model on each rank. No step, save or resume meanwhile.
+class [[nodiscard]] Summoned {
+ public:
+  Summoned(EngineState& engine, const SummonOptions& options);
+  Summoned(Summoned&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+  Summoned& operator=(Summoned&&) = delete;
+  // Collective where a value was summoned for writing; then call close(), which can throw: a destructor reports
+  // nothing.
+  ~Summoned();
+  void close();
+
+ private:
+  EngineState* engine_;
+  SummonOptions options_;
+};
+
 class Engine {
  public:
   explicit Engine(std::unique_ptr<EngineState> state);
@@ -41,6 +93,7 @@ class Engine {
 
   // Once per engine; allocates the optimizer's state. Throws InvalidArgument for values out of range.
   Optimizer optimizer(AdamW options);
+  Optimizer optimizer(Adam options);
   Optimizer optimizer(SGD options);
 
   // Collective. Writes dir/step-%06d with parameters, optimizer state and this rank's random state; see
@@ -62,6 +115,11 @@ class Engine {
   // and fp16 parameters) of those parameters that some rank used since the last step. Valid until the next step or
   // zero_grad.
   std::vector<ShardView> gradient_views();
+
+  NoSync no_sync();
+  KeepGathered keep_gathered();
+  // Collective.
+  Summoned summon(const SummonOptions& options = {});
 
   MemoryReport memory() const;
   Plan plan() const;

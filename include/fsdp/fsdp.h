@@ -5,5 +5,7 @@
 #include <fsdp/context.h>
 #include <fsdp/engine.h>
 #include <fsdp/error.h>
+#include <fsdp/loss_scaler.h>
 #include <fsdp/optimizer.h>
 #include <fsdp/options.h>
+#include <fsdp/recompute.h>

@@ -10,8 +10,10 @@ namespace fsdp {
 
 // Persistent bytes are those of the engine's own buffers, padding included.
 struct MemoryReport {
-  std::size_t parameter_shard_bytes = 0;
-  std::size_t gradient_shard_bytes = 0;
+  std::size_t parameter_shard_bytes = 0;  // whole parameters where the strategy keeps them
+  std::size_t master_bytes = 0;           // fp32 shards beside 16-bit parameters
+  std::size_t gradient_shard_bytes = 0;   // whole gradients where the strategy keeps them
+  std::size_t no_sync_bytes = 0;          // whole gradients within no_sync(); 0 before the first scope
   std::size_t optimizer_bytes = 0;
   std::size_t arena_bytes = 0;          // slots, allocated once
   std::size_t communication_bytes = 0;  // mailboxes
@@ -20,20 +22,22 @@ struct MemoryReport {
   std::size_t peak_overflow_bytes = 0;  // beside the arena, since shard()
   std::int64_t overflows = 0;
   std::size_t total_bytes() const {
-    return parameter_shard_bytes + gradient_shard_bytes + optimizer_bytes + arena_bytes + communication_bytes;
+    return parameter_shard_bytes + master_bytes + gradient_shard_bytes + no_sync_bytes + optimizer_bytes + arena_bytes +
+           communication_bytes;
   }
 };
 
 struct UnitPlan {
   std::string name;  // dotted module name; "(root)" for parameters of no unit
   std::int64_t numel = 0, trainable_numel = 0;
-  std::size_t parameter_bytes = 0;  // gathered
+  std::size_t parameter_bytes = 0;    // gathered
+  std::string strategy, param_dtype;  // "kFullShard", "BF16": of what was fp32
+  int shard_group = 1;
 };
 
 // The resolved options and what follows from them.
 struct Plan {
-  int world_size = 1, shard_group = 1, prefetch = 1, slots = 0,
-      intra_op_threads = 1;  // bits depend on intra_op_threads
+  int world_size = 1, prefetch = 1, slots = 0, intra_op_threads = 1;  // bits depend on intra_op_threads
   std::string backend, units_by, dispatch_key;
   std::vector<UnitPlan> units;
   std::size_t slot_bytes = 0;

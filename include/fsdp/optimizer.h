@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include <fsdp/loss_scaler.h>
+
 namespace fsdp {
 
 // Overrides for the parameters that `matches` accepts; the first group that matches a parameter's dotted name wins.
@@ -29,6 +31,15 @@ struct AdamW {
   ParameterGroups groups{};
 };
 
+// Adam (Kingma and Ba, arXiv:1412.6980), as torch::optim::Adam: weight decay is added to the gradient.
+struct Adam {
+  double lr = 1e-3;
+  std::array<double, 2> betas{0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 0;
+  ParameterGroups groups{};
+};
+
 // torch::optim::SGD without dampening: weight decay is added to the gradient.
 struct SGD {
   double lr = 1e-3;
@@ -38,18 +49,29 @@ struct SGD {
   ParameterGroups groups{};
 };
 
-// What step() does where a gradient is NaN or infinite on any rank; all ranks decide alike.
-enum class OnNonFinite { kFail, kSkip };
+// What step() does where a gradient is NaN or infinite on any rank; all ranks decide alike, before anything changes.
+enum class OnNonFinite {
+  kFail,  // throws Error (kNonFinite) on every rank, naming the first bad parameter
+  kSkip,  // drops the gradients; StepResult::skipped
+  kStop,  // as kSkip, and StepResult::stop: leave the loop and save, the model is that of the step before
+};
 
 struct StepOptions {
-  std::optional<double> max_grad_norm{};  // 2-norm over all parameters of all ranks; positive
-  OnNonFinite on_non_finite =
-      OnNonFinite::kFail;  // kFail throws on every rank before anything changes, naming the first bad parameter
+  // Gradients are scaled so that their norm over all parameters of all ranks is at most this, as
+  // torch::nn::utils::clip_grad_norm_ does. Positive.
+  std::optional<double> max_grad_norm{};
+  double norm_type = 2;  // p of that norm and of StepResult::grad_norm: above 0, infinity included
+  // Each element of the mean gradient is clamped to [-value, value], as clip_grad_value_ does. Positive; not together
+  // with max_grad_norm.
+  std::optional<double> max_grad_value{};
+  OnNonFinite on_non_finite = OnNonFinite::kFail;
+  LossScaler* scaler = nullptr;  // borrowed for the call
 };
 
 struct StepResult {
-  double grad_norm = 0;  // before clipping; the same bits on every rank
+  double grad_norm = 0;  // before clipping and free of the loss's scale; the same bits on every rank
   bool skipped = false;
+  bool stop = false;
   std::string first_bad_parameter{};  // empty where all were finite
 };
 

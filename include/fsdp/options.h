@@ -3,10 +3,13 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include <c10/core/ScalarType.h>
 
 namespace torch::nn {
 class Module;
@@ -14,8 +17,42 @@ class Module;
 
 namespace fsdp {
 
-// What each rank keeps. kFullShard (ZeRO-3): parameters, gradients and optimizer state are all sharded.
-enum class Strategy { kFullShard };
+// What each rank holds of a unit from one step to the next; "share" is 1/S of it, S = shard_group.
+//
+//                     parameters    gradients    optimizer state   reduced                    known elsewhere as
+//   kReplicate        whole         whole        whole             once a step                DDP
+//   kShardOptimizer   whole         whole        share             once a step                ZeRO-1
+//   kShardGradients   whole         share        share             after each backward        ZeRO-2, keep after forward
+//   kFullShard        share         share        share             after each backward        ZeRO-3
+//
+// Whole parameters are gathered once a step, at their first use, into memory that is theirs alone; gradients that are
+// reduced once accumulate locally in fp32 (fp64 for fp64) and are reduced in the step's last backward once a step has
+// shown which that is, else in Optimizer::step.
+enum class Strategy { kReplicate, kShardOptimizer, kShardGradients, kFullShard };
+
+// The types that fp32 parameters are computed in. Parameters of other types, and buffers, stay as they are.
+struct MixedPrecision {
+  // torch::kFloat, kBFloat16 or kHalf. A 16-bit type makes the module's fp32 parameters tensors of that type:
+  // activations have to be, too (cast the model's input), and gradients come in it. Each rank keeps an fp32 master of
+  // its share, which the optimizer updates and checkpoints hold.
+  c10::ScalarType param = c10::ScalarType::Float;
+  // What gradients are rounded to before they travel. They travel in the narrower of this and their own type, and are
+  // summed and accumulated in fp32 always, so kFloat costs nothing beside 16-bit parameters. kFloat, kBFloat16 or
+  // kHalf; units whose gradients are reduced once a step need kFloat.
+  c10::ScalarType reduce = c10::ScalarType::Float;
+  bool operator==(const MixedPrecision&) const = default;
+};
+
+// What may differ between units.
+struct UnitOptions {
+  Strategy strategy = Strategy::kFullShard;
+  // Ranks that share one copy of the unit; 0 = all. Less than all (hybrid sharding, HSDP): ranks [0, n), [n, 2n), ...
+  // hold a copy each, gather within it only, and average gradients over all ranks. REQUIRES a divisor of the world
+  // size; kReplicate shares nothing and takes 0 or 1.
+  int shard_group = 0;
+  MixedPrecision precision{};
+  bool operator==(const UnitOptions&) const = default;
+};
 
 // Which sub-modules are units: gathered and freed together. Parameters of no unit form the root unit.
 struct Units {
@@ -55,14 +92,16 @@ Units units_named(std::vector<std::string> names);
 
 struct ShardOptions {
   Units units{};
+  // For every unit that per_unit leaves alone; see UnitOptions.
   Strategy strategy = Strategy::kFullShard;
-  // Ranks that share one copy of the model; 0 = all. Less than all (hybrid sharding, HSDP): ranks [0, n), [n, 2n), ...
-  // hold a copy each, gather within it only, and average gradients over all ranks. REQUIRES a divisor of the world
-  // size.
   int shard_group = 0;
+  MixedPrecision precision{};
   // Units gathered ahead once the timeline is known; 0 = on demand. The arena has prefetch + 2 slots of the largest
-  // unit's size.
+  // unit's size; 2 where every unit keeps its parameters whole, none where gradients stay whole too.
   int prefetch = 1;
+  // Options of one unit, by its dotted name ("(root)" for the parameters of no unit); nullopt = those above. Called
+  // once per unit, in fsdp::shard; the same on every rank.
+  std::function<std::optional<UnitOptions>(const std::string& unit_name)> per_unit{};
 };
 
 }  // namespace fsdp

@@ -1,13 +1,12 @@
-// Clipping, parameter groups, learning rate and gradients that are not finite: the same on every rank and as plain LibTorch does it.
+// Optimizers, parameter groups, learning rate and gradients that are not finite: the same on every rank and as plain LibTorch does it.
 #include <array>
 #include <cmath>
 #include <limits>
-#include <mutex>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
 
 #include "tests/support/parity.h"
 
@@ -28,62 +27,6 @@ ShardOptions per_linear() { return {.units = units<torch::nn::Linear>()}; }
 void run_backward(StackModel& model, const Batch& batch, double scale = 1) {
   (model.loss(batch.input, batch.target) * scale).backward();
 }
-
-// Rank 0's step results and parameters after two clipped SGD steps.
-struct Clipped {
-  std::vector<double> norms;
-  Tensors parameters;
-};
-
-Clipped clip_sharded(int world_size, double max_norm) {
-  Clipped result;
-  std::mutex mutex;
-  std::vector<std::vector<double>> norms(static_cast<std::size_t>(world_size));
-  run_ranks(world_size, [&](const Context& context) {
-    const auto model = make_stack();
-    Engine engine = shard(context, model, per_linear());
-    Optimizer optimizer = engine.optimizer(SGD{.lr = 0.5});
-    for (int step = 0; step < 2; ++step) {
-      run_backward(*model,
-                   part_of(model->batch(kBatch, 40 + static_cast<std::uint64_t>(step)), context.rank(), world_size));
-      norms[static_cast<std::size_t>(context.rank())].push_back(optimizer.step({.max_grad_norm = max_norm}).grad_norm);
-    }
-    Tensors parameters = parameters_of(*model);
-    const std::lock_guard lock(mutex);
-    if (context.is_main()) result.parameters = std::move(parameters);
-  });
-  for (const auto& rank : norms) EXPECT_EQ(rank, norms[0]) << "the norm has other bits on another rank";
-  result.norms = norms[0];
-  return result;
-}
-
-Clipped clip_plain(double max_norm) {
-  Clipped result;
-  const auto model = make_stack();
-  for (int step = 0; step < 2; ++step) {
-    run_backward(*model, model->batch(kBatch, 40 + static_cast<std::uint64_t>(step)));
-    result.norms.push_back(torch::nn::utils::clip_grad_norm_(model->parameters(), max_norm));
-    const at::NoGradGuard no_grad;
-    for (at::Tensor& parameter : model->parameters()) parameter.sub_(parameter.grad(), 0.5);
-    model->zero_grad();
-  }
-  result.parameters = parameters_of(*model);
-  return result;
-}
-
-class ClippingTest : public ::testing::TestWithParam<int> {};
-
-TEST_P(ClippingTest, ScalesByTheGlobalNormWhetherItBindsOrNot) {
-  for (const double max_norm : {0.01, 1000.0}) {
-    const Clipped plain = clip_plain(max_norm), sharded = clip_sharded(GetParam(), max_norm);
-    for (std::size_t step = 0; step < plain.norms.size(); ++step)
-      EXPECT_NEAR(sharded.norms[step], plain.norms[step], 1e-5 * plain.norms[step]);
-    for (const auto& [name, value] : plain.parameters)
-      expect_equal(sharded.parameters.at(name), value, 1e-6, 1e-5, name);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(WorldSizes, ClippingTest, ::testing::Values(1, 2, 3, 4));
 
 TEST(ParameterGroupsTest, TheFirstGroupThatMatchesSetsDecayAndRate) {
   run_ranks(2, [](const Context& context) {
@@ -107,6 +50,34 @@ TEST(ParameterGroupsTest, TheFirstGroupThatMatchesSetsDecayAndRate) {
     optimizer.step();
     for (const auto& [name, value] : parameters_of(*model)) expect_equal(value, stopped.at(name), 0, 0, name);
   });
+}
+
+// Adam's decay is in the gradient, AdamW's beside it.
+TEST(AdamTest, EqualsTorchOptimAdamToRounding) {
+  Tensors expected;
+  {
+    const auto model = make_stack();
+    torch::optim::Adam plain(model->parameters(),
+                             torch::optim::AdamOptions(1e-2).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.3));
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      run_backward(*model, model->batch(kBatch, 40 + step));
+      plain.step();
+      model->zero_grad();
+    }
+    expected = parameters_of(*model);
+  }
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Context& context) {
+      const auto model = make_stack();
+      Engine engine = shard(context, model, per_linear());
+      Optimizer optimizer = engine.optimizer(Adam{.lr = 1e-2, .betas = {0.8, 0.95}, .eps = 1e-6, .weight_decay = 0.3});
+      for (std::uint64_t step = 0; step < 4; ++step) {
+        run_backward(*model, part_of(model->batch(kBatch, 40 + step), context.rank(), world_size));
+        optimizer.step();
+      }
+      for (const auto& [name, value] : parameters_of(*model)) expect_equal(value, expected.at(name), 1e-5, 1e-4, name);
+    });
+  }
 }
 
 // One element of one rank's gradient is not finite.
@@ -139,8 +110,12 @@ TEST(NonFiniteTest, IsDecidedAlikeOnAllRanksAndNamesTheFirstParameter) {
       EXPECT_EQ(skipped.first_bad_parameter, "layers.1.bias");
       EXPECT_EQ(engine.step(), 0);
       for (const auto& [name, value] : parameters_of(*model)) expect_equal(value, before.at(name), 0, 0, name);
+      poison();
+      const StepResult stopped = optimizer.step({.on_non_finite = OnNonFinite::kStop});
+      EXPECT_TRUE(stopped.skipped && stopped.stop);
       run_backward(*model, model->batch(4, 1));
-      EXPECT_FALSE(optimizer.step().skipped);
+      const StepResult good = optimizer.step({.on_non_finite = OnNonFinite::kStop});
+      EXPECT_FALSE(good.skipped || good.stop);
       EXPECT_EQ(engine.step(), 1);
     });
   }
@@ -188,6 +163,10 @@ TEST(OptimizerOptionsTest, RefusesValuesOutOfRangeByName) {
     Optimizer optimizer = engine.optimizer(SGD{});
     EXPECT_THAT(text_of([&] { engine.optimizer(SGD{}); }), ::testing::HasSubstr("a second"));
     EXPECT_THAT(text_of([&] { optimizer.step({.max_grad_norm = 0}); }), ::testing::HasSubstr("max_grad_norm above 0"));
+    EXPECT_THAT(text_of([&] { optimizer.step({.norm_type = 0}); }), ::testing::HasSubstr("norm_type above 0"));
+    EXPECT_THAT(text_of([&] { optimizer.step({.max_grad_value = -1}); }), ::testing::HasSubstr("max_grad_value"));
+    EXPECT_THAT(text_of([&] { optimizer.step({.max_grad_norm = 1, .max_grad_value = 2}); }),
+                ::testing::HasSubstr("max_grad_norm 1 together with max_grad_value 2"));
     EXPECT_THAT(text_of([&] { optimizer.set_lr(std::nan("")); }), ::testing::HasSubstr("lr"));
   });
 }

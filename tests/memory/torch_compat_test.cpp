@@ -25,7 +25,7 @@ TEST(TouchKeyTest, IsTheOneThatWasChosenAtConfigureTime) { EXPECT_EQ(touch_key_n
 
 TEST(TouchViewTest, SharesTheStorageAndCarriesTheKeyThroughItsViews) {
   const at::Tensor whole = at::arange(12, at::kFloat), like = at::zeros({2, 3}).t();
-  const at::Tensor view = make_touch_view(storage_of(whole), like, 4);
+  const at::Tensor view = make_touch_view(storage_of(whole), like, DType::kFloat32, 4);
   EXPECT_TRUE(view.storage().is_alias_of(whole.storage()));
   EXPECT_EQ(view.sizes(), like.sizes());
   EXPECT_EQ(view.strides(), like.strides());
@@ -38,7 +38,7 @@ TEST(TouchViewTest, SharesTheStorageAndCarriesTheKeyThroughItsViews) {
 
 TEST(TouchViewTest, PassesTheKeyToNoResult) {
   const at::Tensor whole = at::ones({4});
-  const at::Tensor view = make_touch_view(storage_of(whole), whole, 0);
+  const at::Tensor view = make_touch_view(storage_of(whole), whole, DType::kFloat32, 0);
   EXPECT_FALSE(carries_touch_key(view.clone()));
   EXPECT_FALSE(carries_touch_key(view + 1));
   EXPECT_FALSE(carries_touch_key(at::zeros_like(view)));
@@ -47,7 +47,7 @@ TEST(TouchViewTest, PassesTheKeyToNoResult) {
 
 TEST(PlainViewTest, BorrowsTheMemoryWithTheStridesOfItsModel) {
   float values[] = {0, 1, 2, 3, 4, 5};
-  const at::Tensor view = make_plain_view(values, at::zeros({2, 3}).t());
+  const at::Tensor view = make_plain_view(values, at::zeros({2, 3}).t(), DType::kFloat32);
   EXPECT_FALSE(carries_touch_key(view));
   EXPECT_EQ(view.sizes(), at::IntArrayRef({3, 2}));
   EXPECT_EQ(view[2][1].item<float>(), 5);

@@ -17,7 +17,7 @@ Mesh full_shard(const Context& context) {
 TEST(ReduceMailboxTest, IsReducibleWhenAllHavePublishedAndDrainedWhenAllHaveRead) {
   run_ranks(3, [](const Context& context) {
     const Mesh mesh = full_shard(context);
-    ReduceMailbox mailbox(context.communicator(), mesh, 2, 3);
+    ReduceMailbox mailbox(context.communicator(), {mesh, mesh}, 3);
     for (std::uint64_t generation = 1; generation <= 10; ++generation) {
       const auto location = generation * 100 + static_cast<std::uint64_t>(context.rank());
       mailbox.publish(1, generation, location);
@@ -41,7 +41,7 @@ TEST(ReduceMailboxTest, IsReducibleWhenAllHavePublishedAndDrainedWhenAllHaveRead
 TEST(ReduceMailboxTest, OwnersOfAShareWaitForEachOtherTwice) {
   run_ranks(4, [](const Context& context) {
     const Mesh mesh{.world_size = 4, .rank = context.rank(), .shares = 2};
-    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
+    ReduceMailbox mailbox(context.communicator(), {mesh}, 3);
     Communicator& communicator = context.communicator();
     const bool owns_share_0 = mesh.share() == 0;
     for (const std::uint64_t generation : {1, 2}) mailbox.publish(0, generation, 0);
@@ -77,7 +77,7 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
   };
   run_ranks(3, [&](const Context& context) {
     const Mesh mesh = full_shard(context);
-    ReduceMailbox mailbox(context.communicator(), mesh, 2, 3);
+    ReduceMailbox mailbox(context.communicator(), {mesh, mesh}, 3);
     EXPECT_FALSE(mailbox.is_deadlocked());
     if (context.rank() < 2) {
       mailbox.publish(context.rank(), 1, 0);
@@ -101,7 +101,7 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
 TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
   run_ranks(2, [](const Context& context) {
     const Mesh mesh = full_shard(context);
-    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
+    ReduceMailbox mailbox(context.communicator(), {mesh}, 3);
     mailbox.publish(0, 1, 0);
     mailbox.set_waiting(0, 1);  // published by both: the reductions end on their own
     context.communicator().barrier();
@@ -114,7 +114,7 @@ TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
 TEST(ReduceMailboxTest, ARankInACollectiveThatThisOneHasNotReachedIsPartOfACircle) {
   run_ranks(2, [](const Context& context) {
     const Mesh mesh = full_shard(context);
-    ReduceMailbox mailbox(context.communicator(), mesh, 1, 3);
+    ReduceMailbox mailbox(context.communicator(), {mesh}, 3);
     if (context.rank() == 1) {
       mailbox.publish(0, 1, 0);
       mailbox.set_waiting(0, 1);

@@ -43,16 +43,16 @@ struct Model final : torch::nn::Module {
   at::Tensor frozen, wide, empty, scalar;
 };
 
-Mesh full_shard(const Context& context) {
-  return {.world_size = context.world_size(), .rank = context.rank(), .shares = context.world_size()};
-}
-
 // The sharded model of each rank, in turn.
-void with_sharded(int world_size, const std::function<void(Model&, ShardedModel&, const Context&)>& body) {
+void with_sharded(int world_size, const std::function<void(Model&, ShardedModel&, const Context&)>& body,
+                  UnitPolicy policy = {}) {
   run_ranks(world_size, [&](const Context& context) {
     NoOwner owner;
     Model model;
-    ShardedModel sharded(cut_units(model, units<torch::nn::Linear>()), full_shard(context), &owner);
+    if (policy.strategy != Strategy::kReplicate) policy.shares = context.world_size();
+    std::vector<CutUnit> cut = cut_units(model, units<torch::nn::Linear>());
+    const std::vector<UnitPolicy> policies(cut.size(), policy);
+    ShardedModel sharded(std::move(cut), policies, context.world_size(), context.rank(), &owner);
     body(model, sharded, context);
     sharded.release();
   });
@@ -99,7 +99,8 @@ TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
         for (const int index : unit.groups) {
           const FlatGroup& group = sharded.groups[static_cast<std::size_t>(index)];
           EXPECT_EQ(group.slot_offset, slot);
-          EXPECT_EQ(group.shard_offset, shard);
+          EXPECT_EQ(group.parameter_offset, shard);
+          EXPECT_EQ(group.parameter_stride, 0U);
           EXPECT_EQ(group.flat_bytes(), group.shard_bytes() * static_cast<std::size_t>(world_size));
           slot += group.flat_bytes();
           shard += group.shard_bytes();
@@ -107,11 +108,13 @@ TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
           EXPECT_EQ(group.state_offset, state);
           state += group.shard_bytes();  // fp32 and fp64 keep their type
         }
-        EXPECT_EQ(unit.slot_bytes, slot);
-        EXPECT_LE(unit.slot_bytes, sharded.slot_bytes);
+        EXPECT_EQ(unit.bytes, slot);
+        EXPECT_LE(unit.bytes, sharded.slot_bytes);
       }
-      EXPECT_EQ(sharded.parameter_shard_bytes, shard);
-      EXPECT_EQ(sharded.state_shard_bytes, state);
+      EXPECT_EQ(sharded.parameter_bytes, shard);
+      EXPECT_EQ(sharded.master_bytes, 0U);
+      EXPECT_EQ(sharded.gradient_bytes, state);
+      EXPECT_EQ(sharded.state_bytes, state);
       for (const ShardedParameter& p : sharded.parameters) {
         EXPECT_EQ(p.piece,
                   sharded.groups[static_cast<std::size_t>(p.group)].layout->piece(p.index_in_group, context.rank()))
@@ -119,6 +122,54 @@ TEST(ShardedModelTest, LaysGroupsOutSideBySideInSlotShardAndState) {
       }
     });
   }
+}
+
+// NOTE [Strategies]: what is kept lies whole in its segment, every share in its place.
+TEST(ShardedModelTest, LaysOutWholeWhatAStrategyKeeps) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    with_sharded(world_size,
+                 [&](Model&, const ShardedModel& sharded, const Context&) {
+                   std::size_t parameters = 0, gradients = 0, state = 0;
+                   for (const FlatGroup& group : sharded.groups) {
+                     EXPECT_EQ(group.parameter_offset, parameters);
+                     EXPECT_EQ(group.parameter_offset, sharded.unit_of(group).parameter_offset + group.slot_offset);
+                     EXPECT_EQ(group.parameter_stride, group.shard_bytes());
+                     parameters += group.flat_bytes();
+                     if (!group.trainable) continue;
+                     EXPECT_EQ(group.gradient_offset, gradients);
+                     EXPECT_EQ(group.local_offset, gradients);
+                     EXPECT_EQ(group.gradient_stride, group.shard_bytes());
+                     gradients += group.flat_bytes();
+                     state += group.shard_bytes();
+                   }
+                   EXPECT_EQ(sharded.parameter_bytes, parameters);
+                   EXPECT_EQ(sharded.gradient_bytes, gradients);
+                   EXPECT_EQ(sharded.state_bytes, state);
+                   EXPECT_EQ(sharded.slot_bytes, 0U);
+                   EXPECT_EQ(sharded.local_bytes, 0U);
+                 },
+                 {.strategy = Strategy::kShardOptimizer, .keeps_parameters = true, .keeps_gradients = true});
+  }
+}
+
+TEST(ShardedModelTest, KeepsMastersOfWhatIsComputedInFewerBits) {
+  with_sharded(2,
+               [](const Model& model, ShardedModel& sharded, const Context&) {
+                 sharded.take_over(std::make_shared<NoHook>());
+                 EXPECT_EQ(model.layer->weight.scalar_type(), at::kBFloat16);
+                 EXPECT_EQ(model.frozen.scalar_type(), at::kBFloat16);
+                 EXPECT_EQ(model.wide.scalar_type(), at::kDouble);
+                 std::size_t masters = 0, state = 0;
+                 for (const FlatGroup& group : sharded.groups) {
+                   const std::int64_t numel = group.layout->shard_numel();
+                   EXPECT_EQ(group.has_master(), group.master_dtype == DType::kFloat32);
+                   if (group.has_master()) masters += bytes_of(numel, DType::kFloat32);
+                   if (group.trainable) state += bytes_of(numel, group.gradient_dtype());
+                 }
+                 EXPECT_EQ(sharded.master_bytes, masters);
+                 EXPECT_EQ(sharded.state_bytes, state);
+               },
+               {.param = DType::kBFloat16});
 }
 
 TEST(ShardedModelTest, PacksValuesAndZeroesGaps) {
@@ -212,7 +263,7 @@ TEST(ShardedModelTest, RefusesATrainedParameterOfAnIntegerType) {
     units[0].name = "layer";
     units[0].parameters.push_back({"layer.mask", {}, at::ones({2}, at::kComplexFloat)});
     try {
-      const ShardedModel sharded(std::move(units), full_shard(context), &owner);
+      const ShardedModel sharded(std::move(units), {UnitPolicy{}}, context.world_size(), context.rank(), &owner);
       ADD_FAILURE() << "a complex parameter was taken";
     } catch (const InvalidArgument& error) {
       EXPECT_THAT(error.what(), HasSubstr("ComplexFloat"));

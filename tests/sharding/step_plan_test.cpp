@@ -19,6 +19,8 @@ void arrive(StepRecord& record, int unit, int parameter = 0) {
   record.events.push_back({StepEvent::Kind::kArrival, unit, parameter});
 }
 
+std::vector<PlannedUnit> paged(int units) { return std::vector<PlannedUnit>(static_cast<std::size_t>(units)); }
+
 // Forward 0 .. n-1, backward n-1 .. 0 with two gradients each: a chain as any deep model is one.
 StepRecord chain(int units) {
   StepRecord record;
@@ -32,14 +34,15 @@ StepRecord chain(int units) {
 }
 
 // Replays a plan against the rules of NOTE [Step plan] and returns a fault, or "".
-std::string check(const StepPlan& plan, int units, int prefetch) {
-  std::vector<int> slot_of(static_cast<std::size_t>(units), kNoSlot);
-  std::vector<bool> resident(static_cast<std::size_t>(units));
+std::string check(const StepPlan& plan, const std::vector<PlannedUnit>& units, int prefetch) {
+  std::vector<int> slot_of(units.size(), kNoSlot);
+  std::vector<bool> resident(units.size());
   std::map<int, int> occupant;  // slot -> unit whose parameters it holds
-  std::vector<std::size_t> round(static_cast<std::size_t>(units));
-  std::vector<int> arrivals(static_cast<std::size_t>(units));
+  std::vector<std::size_t> round(units.size());
+  std::vector<int> arrivals(units.size());
   std::map<int, int> filling;  // slot -> unit whose gradients it takes
   const auto free = [&](std::size_t unit) {
+    if (units[unit].keeps_parameters) return;
     resident[unit] = false;
     occupant.erase(slot_of[unit]);
   };
@@ -55,7 +58,8 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
         if (resident[unit]) return "gathers a resident unit";
         if (gather.slot != kNoSlot && (occupant.count(gather.slot) > 0 || filling.count(gather.slot) > 0))
           return "gathers into a slot in use";
-        if (gather.slot >= slots_for(prefetch)) return "names a slot that is not there";
+        if (units[unit].keeps_parameters && gather.slot != kNoSlot) return "gives a slot to what has its own memory";
+        if (gather.slot >= slots_for(units, prefetch)) return "names a slot that is not there";
         resident[unit] = true;
         slot_of[unit] = gather.slot;
         if (gather.slot != kNoSlot) occupant[gather.slot] = gather.unit;
@@ -63,8 +67,10 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
       for (const int unit : run.units) {
         if (!resident[static_cast<std::size_t>(unit)]) return "begins a run without its unit";
       }
-      if (std::count(resident.begin(), resident.end(), true) >
-          std::max<std::ptrdiff_t>(prefetch + 1, static_cast<std::ptrdiff_t>(run.units.size()))) {
+      std::ptrdiff_t in_slots = 0;
+      for (std::size_t unit = 0; unit < resident.size(); ++unit)
+        in_slots += resident[unit] && !units[unit].keeps_parameters;
+      if (in_slots > std::max<std::ptrdiff_t>(prefetch + 1, static_cast<std::ptrdiff_t>(run.units.size()))) {
         return "keeps more units than the window";
       }
       continue;
@@ -75,6 +81,8 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
     const bool ends = arrival + 1 == planned.arrivals;
     if (ends && planned.frees_unit) free(unit);
     const bool opens = planned.opens_at + 1 == planned.arrivals ? ends : arrival == planned.opens_at;
+    if (planned.local && planned.slot != kNoSlot) return "gives a slot to local gradients";
+    if (planned.last != (round[unit] + 1 == plan.rounds[unit].size())) return "mistakes the last round";
     if (opens && planned.slot != kNoSlot) {
       if (occupant.count(planned.slot) > 0 || !filling.empty()) return "packs into a slot in use";
       filling[planned.slot] = event.index;
@@ -89,7 +97,7 @@ std::string check(const StepPlan& plan, int units, int prefetch) {
 }
 
 TEST(StepPlanTest, GathersOneUnitAheadAndAlternatesThreeSlots) {
-  const StepPlan plan = build_step_plan(chain(3), 3, 1);
+  const StepPlan plan = build_step_plan(chain(3), paged(3), 1);
   ASSERT_EQ(plan.runs.size(), 5U);
   EXPECT_EQ(plan.runs[0].keep, (std::vector<int>{0, 1}));
   ASSERT_EQ(plan.runs[0].gathers.size(), 2U);
@@ -106,12 +114,12 @@ TEST(StepPlanTest, GathersOneUnitAheadAndAlternatesThreeSlots) {
     EXPECT_TRUE(rounds[0].frees_unit);
     EXPECT_NE(rounds[0].slot, kNoSlot);
   }
-  EXPECT_EQ(check(plan, 3, 1), "");
+  EXPECT_EQ(check(plan, paged(3), 1), "");
 }
 
 // docs/training_step.md.
 TEST(StepPlanTest, MatchesTheDrawingOfOneStep) {
-  const StepPlan plan = build_step_plan(chain(4), 4, 1);
+  const StepPlan plan = build_step_plan(chain(4), paged(4), 1);
   const std::vector<std::vector<std::pair<int, int>>> gathers{{{0, 0}, {1, 1}}, {{2, 0}}, {{3, 1}}, {},
                                                               {{1, 2}},         {{0, 1}}, {}};
   ASSERT_EQ(plan.runs.size(), gathers.size());
@@ -128,8 +136,8 @@ TEST(StepPlanTest, MatchesTheDrawingOfOneStep) {
 TEST(StepPlanTest, NeedsNoOverflowForChainsOfAnyLengthAndPrefetch) {
   for (int units = 1; units <= 12; ++units) {
     for (int prefetch = 0; prefetch <= 4; ++prefetch) {
-      const StepPlan plan = build_step_plan(chain(units), units, prefetch);
-      EXPECT_EQ(check(plan, units, prefetch), "") << units << " units, prefetch " << prefetch;
+      const StepPlan plan = build_step_plan(chain(units), paged(units), prefetch);
+      EXPECT_EQ(check(plan, paged(units), prefetch), "") << units << " units, prefetch " << prefetch;
       for (const auto& run : plan.runs) {
         for (const auto& gather : run.gathers) EXPECT_NE(gather.slot, kNoSlot);
       }
@@ -150,11 +158,11 @@ TEST(StepPlanTest, HoldsEarlyGradientsUntilNoOtherRoundEndsBefore) {
   arrive(record, 1, 1);
   arrive(record, 0, 1);
   arrive(record, 0, 2);
-  const StepPlan plan = build_step_plan(record, 2, 1);
+  const StepPlan plan = build_step_plan(record, paged(2), 1);
   EXPECT_EQ(plan.rounds[0].at(0).arrivals, 3);
   EXPECT_EQ(plan.rounds[0].at(0).opens_at, 1);
   EXPECT_EQ(plan.rounds[1].at(0).opens_at, 0);
-  EXPECT_EQ(check(plan, 2, 1), "");
+  EXPECT_EQ(check(plan, paged(2), 1), "");
 }
 
 TEST(StepPlanTest, StartsARoundWhereAParameterComesAgain) {
@@ -166,25 +174,56 @@ TEST(StepPlanTest, StartsARoundWhereAParameterComesAgain) {
     record.events.push_back(copy);
   }
   record.runs.insert(record.runs.end(), again.runs.begin(), again.runs.end());
-  const StepPlan plan = build_step_plan(record, 2, 1);
+  const StepPlan plan = build_step_plan(record, paged(2), 1);
   for (const auto& rounds : plan.rounds) EXPECT_EQ(rounds.size(), 2U);
-  EXPECT_EQ(check(plan, 2, 1), "");
+  EXPECT_EQ(check(plan, paged(2), 1), "");
+}
+
+TEST(StepPlanTest, GathersAUnitThatKeepsItsParametersOnceAndGivesItNoSlot) {
+  const std::vector<PlannedUnit> kept(3, {.trainable = 2, .keeps_parameters = true});
+  const StepPlan plan = build_step_plan(chain(3), kept, 1);
+  EXPECT_EQ(check(plan, kept, 1), "");
+  std::vector<int> gathered;
+  for (const auto& run : plan.runs) {
+    for (const auto& gather : run.gathers) gathered.push_back(gather.unit);
+  }
+  EXPECT_EQ(gathered, (std::vector<int>{0, 1, 2}));
+  for (const auto& rounds : plan.rounds) {
+    EXPECT_NE(rounds.at(0).slot, kNoSlot);
+    EXPECT_FALSE(rounds.at(0).frees_unit);
+  }
+}
+
+TEST(StepPlanTest, NeedsNoMoreSlotsThanSomethingUses) {
+  const PlannedUnit full{.trainable = 1}, kept{.trainable = 1, .keeps_parameters = true},
+      replicated{.trainable = 1, .keeps_parameters = true, .keeps_gradients = true}, frozen{.keeps_parameters = true};
+  for (const int prefetch : {0, 1, 3}) {
+    EXPECT_EQ(slots_for(std::vector{replicated, kept, full}, prefetch), prefetch + 2);
+    EXPECT_EQ(slots_for(std::vector{replicated, kept}, prefetch), 2);
+    EXPECT_EQ(slots_for(std::vector{replicated, frozen}, prefetch), 0);
+  }
 }
 
 TEST(StepPlanTest, TakesAnOverflowForAnOperatorThatNeedsMoreUnitsThanFit) {
   StepRecord record;
   run(record, {0, 1, 2, 3, 4});
-  const StepPlan plan = build_step_plan(record, 5, 1);
+  const StepPlan plan = build_step_plan(record, paged(5), 1);
   const auto overflows = std::count_if(plan.runs[0].gathers.begin(), plan.runs[0].gathers.end(),
                                        [](const auto& g) { return g.slot == kNoSlot; });
-  EXPECT_EQ(overflows, 5 - slots_for(1));
-  EXPECT_EQ(check(plan, 5, 1), "");
+  EXPECT_EQ(overflows, 5 - slots_for(paged(5), 1));
+  EXPECT_EQ(check(plan, paged(5), 1), "");
 }
 
 TEST(StepPlanTest, KeepsItsRulesForAnyRecord) {
   const bool holds = rc::check("any order of runs and arrivals", [] {
-    const int units = *rc::gen::inRange(1, 6);
-    const int prefetch = *rc::gen::inRange(0, 4);
+    std::vector<PlannedUnit> planned;
+    for (int i = *rc::gen::inRange(1, 6); i > 0; --i) {
+      const bool keeps_parameters = *rc::gen::arbitrary<bool>();
+      planned.push_back({.trainable = 3,
+                         .keeps_parameters = keeps_parameters,
+                         .keeps_gradients = keeps_parameters && *rc::gen::arbitrary<bool>()});
+    }
+    const int units = static_cast<int>(planned.size()), prefetch = *rc::gen::inRange(0, 4);
     StepRecord record;
     for (int i = *rc::gen::inRange(1, 60); i > 0; --i) {
       const int unit = *rc::gen::inRange(0, units);
@@ -192,9 +231,10 @@ TEST(StepPlanTest, KeepsItsRulesForAnyRecord) {
         if (record.runs.empty() || record.runs.back() != std::vector<int>{unit}) run(record, {unit});
       } else {
         arrive(record, unit, *rc::gen::inRange(0, 3));
+        record.events.back().local = planned[static_cast<std::size_t>(unit)].keeps_gradients;
       }
     }
-    const std::string fault = check(build_step_plan(record, units, prefetch), units, prefetch);
+    const std::string fault = check(build_step_plan(record, planned, prefetch), planned, prefetch);
     if (!fault.empty()) RC_LOG(fault);
     RC_ASSERT(fault.empty());
   });

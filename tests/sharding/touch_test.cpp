@@ -40,7 +40,7 @@ class RecordingOwner final : public StorageOwner {
     values_.push_back(std::make_unique<float[]>(8));
     for (int i = 0; i < 8; ++i) values_.back()[static_cast<std::size_t>(i)] = static_cast<float>(i);
     pins_.push_back(0);
-    return make_touch_view(storages_.back(), at::empty({2, 4}), 0);
+    return make_touch_view(storages_.back(), at::empty({2, 4}), DType::kFloat32, 0);
   }
 
   void acquire(const OperatorUse& use) override {

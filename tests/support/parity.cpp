@@ -82,8 +82,8 @@ class KernelOptimizer final : public PlainOptimizer {
       const OptimizerSpan span{DType::kFloat32, bytes(s.parameter), bytes(gradient),
                                bytes(s.first),  bytes(s.second),    s.parameter.numel()};
       if (adamw_) {
-        adamw_update(span,
-                     {.lr = kAdamLr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .step = s.steps});
+        adam_update(span,
+                    {.lr = kAdamLr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .step = s.steps});
       } else {
         sgd_update(span, {.lr = kSgdLr, .step = s.steps});
       }

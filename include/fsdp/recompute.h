@@ -1,0 +1,74 @@
+// Activation recomputation: a part of forward keeps its inputs only, and runs again in backward. The technique is that
+// of Chen et al. (arXiv:1604.06174).
+#pragma once
+
+#include <functional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace fsdp {
+
+namespace detail {
+using RecomputedFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+std::vector<at::Tensor> recompute(RecomputedFunction function, std::vector<at::Tensor> inputs);
+
+template <class T>
+struct Outputs;
+template <>
+struct Outputs<at::Tensor> {
+  static std::vector<at::Tensor> pack(at::Tensor output) { return {std::move(output)}; }
+  static at::Tensor unpack(std::vector<at::Tensor> outputs) { return std::move(outputs.front()); }
+};
+template <>
+struct Outputs<std::vector<at::Tensor>> {
+  static std::vector<at::Tensor> pack(std::vector<at::Tensor> outputs) { return outputs; }
+  static std::vector<at::Tensor> unpack(std::vector<at::Tensor> outputs) { return outputs; }
+};
+template <class... Tensors>
+struct Outputs<std::tuple<Tensors...>> {
+  static std::vector<at::Tensor> pack(const std::tuple<Tensors...>& outputs) {
+    return std::apply([](const auto&... output) { return std::vector<at::Tensor>{output...}; }, outputs);
+  }
+  static std::tuple<Tensors...> unpack(const std::vector<at::Tensor>& outputs) {
+    return unpack(outputs, std::index_sequence_for<Tensors...>());
+  }
+
+ private:
+  template <std::size_t... index>
+  static std::tuple<Tensors...> unpack(const std::vector<at::Tensor>& outputs, std::index_sequence<index...>) {
+    return {outputs[index]...};
+  }
+};
+}  // namespace detail
+
+// function(inputs...), whose intermediate tensors are dropped after forward and made again in backward, under the
+// random state, autocast settings and gradient mode of the first time: outputs and gradients have the bits of a plain
+// call, dropout included.
+//
+//   x = fsdp::recompute([this](const at::Tensor& h) { return block->forward(h); }, x);
+//
+// The function takes tensors and returns a tensor, a vector or a tuple of tensors; what else it needs it captures, and
+// it is kept (copied) until the graph is gone. It may call recompute itself, and it may use any unit of an engine, whose
+// timeline sees the second run as it sees the first. No input need require grad: parameters that the function captures
+// get their gradients all the same. Tensors that it captures are not saved: gradients reach leaves among them only.
+// With gradients off it is a plain call. Backward must be backward(): torch::autograd::grad throws, since a second run
+// accumulates into the parameters it finds. The random state is that of LibTorch's default CPU generator, so a function
+// that draws from it must not run on two thread ranks at once. Inputs changed in place after the call throw in backward.
+template <class Function, class... Inputs>
+auto recompute(Function&& function, const Inputs&... inputs) {
+  static_assert((std::is_convertible_v<const Inputs&, at::Tensor> && ...), "the inputs of recompute are tensors");
+  using Result = std::decay_t<std::invoke_result_t<std::decay_t<Function>&, const Inputs&...>>;
+  using Outputs = detail::Outputs<Result>;
+  return Outputs::unpack(detail::recompute(
+      [kept = std::forward<Function>(function)](const std::vector<at::Tensor>& given) mutable {
+        return [&]<std::size_t... index>(std::index_sequence<index...>) { return Outputs::pack(kept(given[index]...)); }
+        (std::index_sequence_for<Inputs...>());
+      },
+      {inputs...}));
+}
+
+}  // namespace fsdp
