@@ -5,7 +5,7 @@ add_test(NAME layers.self_test COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_layer
 set_tests_properties(layers.arrows layers.self_test PROPERTIES TIMEOUT 60)
 
 # Each public header compiles alone; those of the first list without LibTorch being there at all.
-set(_fsdp_torch_free checkpoint communicator context dtype error memory_stats shard_view testing)
+set(_fsdp_torch_free checkpoint communicator context dtype error memory_stats schedule shard_view testing)
 file(GLOB _fsdp_headers RELATIVE ${PROJECT_SOURCE_DIR}/include/fsdp CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/include/fsdp/*.h)
 foreach(header IN LISTS _fsdp_headers)
   get_filename_component(stem ${header} NAME_WE)

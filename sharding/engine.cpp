@@ -79,6 +79,12 @@ void Engine::consolidate(const std::filesystem::path& file) { state_->consolidat
 void Engine::load_consolidated(const std::filesystem::path& file) { state_->load_consolidated(file); }
 std::vector<ShardView> Engine::shard_views() const { return state_->shard_views(); }
 std::vector<ShardView> Engine::gradient_views() { return state_->gradient_views(); }
+Optimizer Engine::optimizer(Muon options) { return state_->make_optimizer(std::move(options)); }
+Optimizer Engine::optimizer(TorchOptimizer options) { return state_->make_optimizer(std::move(options)); }
+void Engine::keep_ema(const Ema& options) { state_->keep_ema(options); }
+AveragedWeights Engine::use_ema() { return AveragedWeights(*state_); }
+at::Tensor Engine::weigh(const at::Tensor& mean_loss, double samples) { return state_->weigh(mean_loss, samples); }
+void Engine::attempt(const std::function<void()>& body) { state_->attempt(body); }
 NoSync Engine::no_sync() { return NoSync(*state_); }
 KeepGathered Engine::keep_gathered() { return KeepGathered(*state_); }
 Summoned Engine::summon(const SummonOptions& options) { return Summoned(*state_, options); }
@@ -90,5 +96,6 @@ StepResult Optimizer::step(const StepOptions& options) { return engine_->step(op
 void Optimizer::zero_grad() { engine_->zero_grad(); }
 void Optimizer::set_lr(double lr) { engine_->optimizer().set_lr(lr); }
 double Optimizer::lr() const { return engine_->optimizer().lr(); }
+void Optimizer::set_schedule(Schedule schedule) { engine_->set_schedule(std::move(schedule)); }
 
 }  // namespace fsdp

@@ -53,6 +53,7 @@ void together(Communicator& communicator, const Body& body) {
 }  // namespace
 
 void EngineState::save(const std::filesystem::path& dir) {
+  refuse_within_scopes("Engine::save");
   guarded("Engine::save", [&] {
     CheckpointContent content;
     content.step = core_.step;
@@ -64,7 +65,7 @@ void EngineState::save(const std::filesystem::path& dir) {
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       if (optimizer_ != nullptr && p.trainable_index >= 0)
-        content.scalars[step_scalar(p.name)] = optimizer_->parameter_steps()[i];
+        content.scalars[step_scalar(p.name)] = optimizer_->steps_of(i);
     }
     content.rank_state[kRandomState] = random_bytes();
     save_checkpoint(core_.communicator(), dir, content);
@@ -83,7 +84,7 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
       const ShardedParameter& p = core_.model.parameters[i];
       if (optimizer_ == nullptr || p.trainable_index < 0) continue;
       const auto steps = loaded->scalars.find(step_scalar(p.name));
-      optimizer_->parameter_steps()[i] = steps != loaded->scalars.end() ? steps->second : 0;
+      optimizer_->set_steps_of(i, steps != loaded->scalars.end() ? steps->second : 0);
     }
     if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end())
       set_random_bytes(random->second);
@@ -95,7 +96,6 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
 // Puts together one whole parameter from its owners, in row-major order.
 void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) const {
   const FlatGroup& group = core_.model.group_of(p);
-  const Mesh& mesh = core_.model.unit_of(group).mesh;
   const DType dtype = group.master_dtype;
   at::Tensor in_memory_order;
   std::byte* target = bytes.data();
@@ -103,14 +103,10 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
     in_memory_order = zeroed_bytes(bytes.size());
     target = static_cast<std::byte*>(in_memory_order.mutable_data_ptr());
   }
-  for (int share = 0; share < mesh.shares; ++share) {
-    const ShardPiece piece = group.layout->piece(p.index_in_group, share);
-    const std::size_t share_offset = group.has_master() ? group.master_offset
-                                                        : group.parameter_offset +
-                                                              static_cast<std::size_t>(share) * group.parameter_stride;
-    core_.communicator().read(group.has_master() ? *core_.masters : *core_.parameters, mesh.rank_of(0, share),
-                              share_offset + bytes_of(piece.shard_offset, dtype),
-                              {target + bytes_of(piece.begin, dtype), bytes_of(piece.numel(), dtype)});
+  if (group.has_master()) {
+    core_.read_whole(p, *core_.masters, group.master_offset, 0, dtype, target);
+  } else {
+    core_.read_whole(p, *core_.parameters, group.parameter_offset, group.parameter_stride, dtype, target);
   }
   if (in_memory_order.defined()) {
     const at::Tensor row_major = make_plain_view(target, p.tensor, dtype).contiguous();
@@ -153,6 +149,7 @@ void EngineState::refresh_parameters() {
 }
 
 void EngineState::drop_resident(std::string_view operation) {
+  refuse_within_scopes(operation);
   std::unique_lock lock(core_.mutex);
   pager_.free_all(lock);
   settle(lock, operation);

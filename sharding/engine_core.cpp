@@ -1,5 +1,6 @@
 #include "sharding/engine_core.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
@@ -43,6 +44,27 @@ EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, c
       slots(communicator(), mailbox, slots_for(planned_units(model), prefetch), model.slot_bytes),
       timeline(planned_units(model), prefetch),
       stream(communicator(), [this] { changed.notify_all(); }) {}
+
+void EngineCore::read_whole(const ShardedParameter& p, const Segment& source, std::size_t offset, std::size_t stride,
+                            DType dtype, std::byte* output) const {
+  const FlatGroup& group = model.group_of(p);
+  const Mesh& mesh = model.unit_of(group).mesh;
+  for (int share = 0; share < mesh.shares; ++share) {
+    const ShardPiece piece = group.layout->piece(p.index_in_group, share);
+    communicator().read(source, mesh.rank_of(mesh.replica(), share),
+                        offset + static_cast<std::size_t>(share) * stride + bytes_of(piece.shard_offset, dtype),
+                        {output + bytes_of(piece.begin, dtype), bytes_of(piece.numel(), dtype)});
+  }
+}
+
+at::Tensor EngineCore::whole_gradient(const ShardedParameter& p) const {
+  const FlatGroup& group = model.group_of(p);
+  const at::Tensor whole = at::empty_strided(p.sizes, p.strides,
+                                             at::TensorOptions(to_scalar_type(group.gradient_dtype())));
+  read_whole(p, *gradients, group.gradient_offset, group.gradient_stride, group.gradient_dtype(),
+             static_cast<std::byte*>(whole.mutable_data_ptr()));
+  return whole;
+}
 
 void EngineCore::refresh_parameters(const FlatGroup& group) const {
   if (!group.has_master()) return;

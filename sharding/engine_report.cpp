@@ -7,34 +7,21 @@
 
 namespace fsdp {
 
-ShardView EngineState::view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix,
-                               std::byte* shard) const {
-  return {.name = std::move(prefix) + p.name,
-          .kind = kind,
-          .dtype = dtype,
-          .shape = p.tensor.sizes().vec(),
-          .strides = p.tensor.strides().vec(),
-          .begin = p.piece.begin,
-          .end = p.piece.end,
-          .data = shard + static_cast<std::size_t>(p.piece.shard_offset) * size_of(dtype),
-          .replica = core_.unit(p.unit).mesh.replica()};
-}
-
 std::vector<ShardView> EngineState::shard_views() const {
   std::vector<ShardView> views;
+  const auto add = [&](const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) {
+    views.push_back(
+        view_of_piece(core_, p, kind, dtype, std::move(prefix), shard + bytes_of(p.piece.shard_offset, dtype)));
+  };
   for (const ShardedParameter& p : core_.model.parameters) {
     const FlatGroup& group = core_.model.group_of(p);
-    views.push_back(view_of(p, ShardKind::kParameter, group.master_dtype, "", core_.master_shard(group)));
+    add(p, ShardKind::kParameter, group.master_dtype, "", core_.master_shard(group));
   }
-  if (optimizer_ == nullptr) return views;
-  const std::vector<std::string> names = optimizer_->state_names();
-  for (std::size_t which = 0; which < names.size(); ++which) {
-    for (const ShardedParameter& p : core_.model.parameters) {
-      if (p.trainable_index < 0) continue;
-      const FlatGroup& group = core_.model.group_of(p);
-      views.push_back(view_of(p, ShardKind::kOptimizer, group.gradient_dtype(), names[which] + ".",
-                              optimizer_->state(which, group)));
-    }
+  if (optimizer_ != nullptr) optimizer_->append_views(views);
+  for (const ShardedParameter& p : core_.model.parameters) {
+    const FlatGroup& group = core_.model.group_of(p);
+    if (average_ != nullptr && group.trainable)
+      add(p, ShardKind::kOptimizer, group.master_dtype, "ema.", average_->shard(group));
   }
   return views;
 }
@@ -48,7 +35,9 @@ std::vector<ShardView> EngineState::gradient_views() {
       const ShardedParameter& p = core_.model.parameters[i];
       if (!reducer_.used()[i]) continue;
       const FlatGroup& group = core_.model.group_of(p);
-      views.push_back(view_of(p, ShardKind::kGradient, group.gradient_dtype(), "", core_.gradient_shard(group)));
+      const DType dtype = group.gradient_dtype();
+      views.push_back(view_of_piece(core_, p, ShardKind::kGradient, dtype, "",
+                                    core_.gradient_shard(group) + bytes_of(p.piece.shard_offset, dtype)));
     }
     return views;
   });
@@ -60,7 +49,8 @@ MemoryReport EngineState::memory() {
           .master_bytes = core_.model.master_bytes,
           .gradient_shard_bytes = core_.model.gradient_bytes,
           .no_sync_bytes = reducer_.local_bytes(),
-          .optimizer_bytes = optimizer_ != nullptr ? optimizer_->state_bytes() : 0,
+          .optimizer_bytes = (optimizer_ != nullptr ? optimizer_->state_bytes() : 0) +
+                             (average_ != nullptr ? average_->bytes() : 0),
           .arena_bytes = core_.slots.bytes(),
           .communication_bytes = core_.mailbox.bytes(),
           .resident_bytes = pager_.resident_bytes(),
@@ -81,7 +71,6 @@ Plan EngineState::plan() {
   plan.intra_op_threads = at::get_num_threads();
   plan.dispatch_key = touch_key_name();
   plan.units_by = options_.units.predicate ? "predicate" : !options_.units.names.empty() ? "name" : "size";
-  const std::size_t states = optimizer_ != nullptr ? optimizer_->state_names().size() : 0;
   for (const UnitLayout& unit : core_.model.units) {
     plan.units.push_back({.name = unit.name,
                           .parameter_bytes = unit.bytes,
@@ -97,8 +86,9 @@ Plan EngineState::plan() {
     plan.unsharded_bytes += bytes;
     if (p.trainable_index < 0) continue;
     unit.trainable_numel += numel;
-    plan.unsharded_bytes += bytes * (1 + states);
+    plan.unsharded_bytes += bytes;
   }
+  if (optimizer_ != nullptr) plan.unsharded_bytes += optimizer_->unsharded_state_bytes();
   if (const StepPlan* last = core_.timeline.last_plan()) {
     for (const auto& run : last->runs) {
       std::string names;

@@ -1,8 +1,6 @@
-// The scopes that an engine opens: no_sync, keep_gathered, summon.
+// The scopes that an engine opens: no_sync, keep_gathered, use_ema, summon.
 #include <algorithm>
 #include <numeric>
-
-#include <ATen/ops/empty_strided.h>
 
 #include <fsdp/error.h>
 
@@ -22,6 +20,34 @@ void EngineState::begin_keeping() {
 void EngineState::end_keeping() {
   const std::lock_guard lock(core_.mutex);
   pager_.end_keeping();
+}
+
+void EngineState::keep_ema(const Ema& options) {
+  if (average_ != nullptr) throw InvalidArgument("Engine::keep_ema: expected one call per engine, got a second");
+  average_ = std::make_unique<WeightAverage>(core_, options);
+}
+
+void EngineState::begin_averaged() {
+  if (average_ == nullptr) throw InvalidArgument("Engine::use_ema: no average is kept; call Engine::keep_ema first");
+  refuse_within_scopes("Engine::use_ema");
+  swap_averages("Engine::use_ema");
+  averaged_ = true;
+}
+
+void EngineState::end_averaged() {
+  averaged_ = false;
+  swap_averages("the end of Engine::use_ema");
+}
+
+void EngineState::swap_averages(std::string_view operation) {
+  guarded(operation, [&] {
+    std::unique_lock lock(core_.mutex);
+    pager_.free_all(lock);
+    lock.unlock();
+    core_.communicator().barrier();  // no rank gathers the former values any more
+    average_->swap();
+    core_.communicator().barrier();
+  });
 }
 
 OperatorUse EngineState::use_of_all(std::vector<PagedStorage*>& storages, bool writes) const {
@@ -46,26 +72,10 @@ void EngineState::begin_summon(const SummonOptions& options) {
     if (!options.gradients) return;
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
-      if (reducer_.used()[i]) p.tensor.mutable_grad() = whole_gradient(p);
+      if (reducer_.used()[i])
+        p.tensor.mutable_grad() = core_.whole_gradient(p).to(to_scalar_type(core_.model.group_of(p).dtype));
     }
   });
-}
-
-// The mean gradient in the parameter's own type, put together from its owners.
-at::Tensor EngineState::whole_gradient(const ShardedParameter& p) const {
-  const FlatGroup& group = core_.model.group_of(p);
-  const Mesh& mesh = core_.model.unit_of(group).mesh;
-  const DType dtype = group.gradient_dtype();
-  const at::Tensor whole = at::empty_strided(p.sizes, p.strides, at::TensorOptions(to_scalar_type(dtype)));
-  auto* bytes = static_cast<std::byte*>(whole.mutable_data_ptr());
-  for (int share = 0; share < mesh.shares; ++share) {
-    const ShardPiece piece = group.layout->piece(p.index_in_group, share);
-    core_.communicator().read(*core_.gradients, mesh.rank_of(mesh.replica(), share),
-                              group.gradient_offset + static_cast<std::size_t>(share) * group.gradient_stride +
-                                  bytes_of(piece.shard_offset, dtype),
-                              {bytes + bytes_of(piece.begin, dtype), bytes_of(piece.numel(), dtype)});
-  }
-  return whole.to(to_scalar_type(group.dtype));
 }
 
 void EngineState::end_summon(const SummonOptions& options) {
@@ -103,6 +113,16 @@ NoSync::~NoSync() {
 KeepGathered::KeepGathered(EngineState& engine) : engine_(&engine) { engine.begin_keeping(); }
 KeepGathered::~KeepGathered() {
   if (engine_ != nullptr) engine_->end_keeping();
+}
+
+AveragedWeights::AveragedWeights(EngineState& engine) : engine_(&engine) { engine.begin_averaged(); }
+AveragedWeights::~AveragedWeights() {
+  if (engine_ == nullptr) return;
+  try {
+    engine_->end_averaged();
+  } catch (...) {
+    // Every rank has been told by guarded(); the next collective throws it.
+  }
 }
 
 Summoned::Summoned(EngineState& engine, const SummonOptions& options) : engine_(&engine), options_(options) {

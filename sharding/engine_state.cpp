@@ -1,9 +1,11 @@
 #include "sharding/engine_state.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/mul.h>
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
@@ -275,7 +277,7 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
 Optimizer EngineState::make_optimizer(OptimizerOptions options) {
   if (optimizer_ != nullptr)
     throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
-  optimizer_ = std::make_unique<ShardedOptimizer>(core_, std::move(options));
+  optimizer_ = guarded("Engine::optimizer", [&] { return make_sharded_optimizer(core_, std::move(options)); });
   return Optimizer(*this);
 }
 
@@ -294,31 +296,81 @@ std::vector<bool> EngineState::used_here() const {
 }
 
 void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) {
-  reducer_.settle(lock, operation, used_here());
+  try {
+    reducer_.settle(lock, operation, used_here());
+  } catch (const StepFailed&) {
+    core_.timeline.abandon_step();
+    drop_gradients();
+    identity_checked_ = false;
+    throw;
+  }
+}
+
+void EngineState::attempt(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const StepFailed&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail_step(error.what());
+  }
+}
+
+// The settlement that the other ranks are in, or come to next, is told.
+void EngineState::fail_step(const std::string& reason) {
+  guarded("Engine::attempt", [&] {
+    std::unique_lock lock(core_.mutex);
+    reducer_.fail(reason);
+    settle(lock, "Engine::attempt");
+  });
+  throw std::logic_error("a settlement with a failure did not throw");
+}
+
+at::Tensor EngineState::weigh(const at::Tensor& mean_loss, double samples) {
+  if (!(samples >= 0 && std::isfinite(samples)))
+    throw InvalidArgument(fmt::format("Engine::weigh: expected samples of at least 0, got {}", samples));
+  const std::lock_guard lock(core_.mutex);
+  samples_.samples += samples;
+  samples_.weighed = true;
+  return mean_loss.mul(samples);
+}
+
+void EngineState::refuse_within_scopes(std::string_view operation) const {
+  if (averaged_) {
+    throw InvalidArgument(
+        fmt::format("{}: within Engine::use_ema the parameters are their averages; close the scope first", operation));
+  }
 }
 
 StepResult EngineState::step(const StepOptions& options) {
   validate(options);
   ShardedOptimizer& sharded = optimizer();
+  refuse_within_scopes("Optimizer::step");
   core_.model.check_identity();
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);
     settle(lock, "Optimizer::step");
     lock.unlock();
-    const double unscale = options.scaler != nullptr ? 1 / options.scaler->scale() : 1.0;
-    const ShardedOptimizer::Norm norm = sharded.gradient_norm(reducer_.used(), options.norm_type);
-    StepResult result{.grad_norm = norm.value * unscale};
-    if (norm.first_bad >= 0) {
-      refuse_non_finite(options, norm.first_bad, result);
+    samples_.unweighed = !samples_.weighed && std::any_of(gradients_.begin(), gradients_.end(),
+                                                          [](const GradientSlot& g) { return g.taken; });
+    const GradientSummary summary = summarize_gradients(core_, reducer_.used(), options.norm_type, samples_);
+    const double scale = summary.weight / (options.scaler != nullptr ? options.scaler->scale() : 1.0);
+    StepResult result{.grad_norm = summary.norm * scale};
+    if (summary.first_bad >= 0) {
+      refuse_non_finite(options, summary.first_bad, result);
     } else {
       // As torch::nn::utils::clip_grad_norm_: never above 1, and a zero norm divides by nothing.
       const double clip = options.max_grad_norm ? std::min(1.0, *options.max_grad_norm / (result.grad_norm + 1e-6))
                                                 : 1.0;
-      sharded.update(reducer_.used(),
-                     {.scale = clip * unscale, .limit = options.max_grad_value.value_or(GradientUse{}.limit)});
+      sharded.step(reducer_.used(),
+                   {.gradient = {.scale = clip * scale, .limit = options.max_grad_value.value_or(GradientUse{}.limit)},
+                    .lr_factor = schedule_ ? schedule_(core_.step) : 1.0},
+                   average_.get());
     }
-    if (options.scaler != nullptr) options.scaler->update(/*finite=*/norm.first_bad < 0);
+    if (options.scaler != nullptr) options.scaler->update(/*finite=*/summary.first_bad < 0);
     lock.lock();
     end_step(/*updated=*/!result.skipped);
     lock.unlock();
@@ -367,6 +419,7 @@ void EngineState::drop_gradients() {
     if (gradients_[i].taken) core_.model.parameters[i].tensor.mutable_grad().reset();
     gradients_[i] = {};
   }
+  samples_ = {};
   reducer_.forget();
 }
 

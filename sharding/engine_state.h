@@ -14,9 +14,11 @@
 
 #include "memory/torch_storage.h"
 #include "sharding/engine_core.h"
+#include "sharding/gradient_norm.h"
 #include "sharding/gradient_reducer.h"
 #include "sharding/pager.h"
 #include "sharding/sharded_optimizer.h"
+#include "sharding/weight_average.h"
 
 namespace fsdp {
 
@@ -40,6 +42,13 @@ class EngineState final : public StorageOwner {
   StepResult step(const StepOptions& options);
   void zero_grad();
   ShardedOptimizer& optimizer();
+  void set_schedule(Schedule schedule) { schedule_ = std::move(schedule); }
+  at::Tensor weigh(const at::Tensor& mean_loss, double samples);
+  void attempt(const std::function<void()>& body);
+
+  void keep_ema(const Ema& options);
+  void begin_averaged();
+  void end_averaged();
 
   void save(const std::filesystem::path& dir);
   std::optional<std::int64_t> resume(const std::filesystem::path& dir);
@@ -75,9 +84,12 @@ class EngineState final : public StorageOwner {
   void merge_written(const FlatGroup& group, const Segment& written, std::size_t offset, const std::byte* before);
   void broadcast_parameters();
   OperatorUse use_of_all(std::vector<PagedStorage*>& storages, bool writes) const;
-  at::Tensor whole_gradient(const ShardedParameter& p) const;
   std::vector<bool> used_here() const;
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
+  [[noreturn]] void fail_step(const std::string& reason);
+  // Throws InvalidArgument within a scope that shows other values than the shards'.
+  void refuse_within_scopes(std::string_view operation) const;
+  void swap_averages(std::string_view operation);
   void refuse_non_finite(const StepOptions& options, int first_bad, StepResult& result) const;
   void end_step(bool updated);
   void drop_gradients();
@@ -94,7 +106,6 @@ class EngineState final : public StorageOwner {
   // rank's own, so the group is aborted.
   [[noreturn]] void rethrow_to_all(std::string_view operation);
   const Context& context() const { return core_.context; }
-  ShardView view_of(const ShardedParameter& p, ShardKind kind, DType dtype, std::string prefix, std::byte* shard) const;
   void fetch(const ShardedParameter& p, std::span<std::byte> bytes) const;
   void refresh_parameters();
   // Before shards change from outside: nothing resident, nothing accumulated.
@@ -106,10 +117,13 @@ class EngineState final : public StorageOwner {
   Pager pager_;
   GradientReducer reducer_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
+  std::unique_ptr<WeightAverage> average_;
+  Schedule schedule_;
+  SampleCount samples_;                  // since the last step
   std::vector<GradientSlot> gradients_;  // by parameter
   std::map<const PagedStorage*, std::vector<std::byte>> shares_before_write_;
   bool identity_checked_ = false;  // since the last step
-  bool summoned_ = false;
+  bool summoned_ = false, averaged_ = false;
 };
 
 }  // namespace fsdp

@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "sharding/engine_core.h"
@@ -35,10 +36,12 @@ class GradientReducer {
   // cleared what had accumulated.
   void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts);
 
-  // Collective; `operation` is compared over ranks. Reduces all that is left over on any rank. Afterwards used()[p]
+  // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank. Afterwards used()[p]
   // tells whether any rank holds a gradient of parameter p.
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   const std::vector<bool>& used() const { return used_; }
+  // The next settlement throws StepFailed on every rank, after it has reduced what is left.
+  void fail(const std::string& reason) { failure_ = reason.empty() ? "unknown error" : reason; }
   // The next reduction of each unit overwrites what has accumulated.
   void forget();
 
@@ -75,6 +78,8 @@ class GradientReducer {
   struct Agreement {
     std::vector<std::uint64_t> generations;  // each unit's last over all ranks
     std::uint64_t overflow_slots = 0;        // the largest number of rounds that a rank has no slot for
+    std::string failure;                     // of the first rank that gives the step up
+    int failed_rank = -1;
   };
   struct Announcement;
   // Where a rank has the gradients of one group, and of which type.
@@ -123,6 +128,7 @@ class GradientReducer {
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
+  std::string failure_;
   std::size_t held_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t held_rounds_ = 0;
 };

@@ -16,7 +16,17 @@ struct GradientReducer::Announcement {
   char operation[32];
   std::int64_t step;
   std::uint64_t overflow_slots;
+  char failure[400];  // why this rank gives the step up, "" = it does not
 };
+
+namespace {
+
+template <std::size_t size>
+void put_text(char (&target)[size], std::string_view text) {
+  std::memcpy(target, text.data(), std::min(text.size(), size - 1));
+}
+
+}  // namespace
 
 std::vector<std::byte> GradientReducer::announce(const Announcement& announcement,
                                                  const std::vector<bool>& used_here) const {
@@ -35,9 +45,10 @@ std::vector<std::byte> GradientReducer::announce(const Announcement& announcemen
 
 GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
                                                   const std::vector<bool>& used_here) {
-  Announcement mine{{}, core_.step.load(), 0};
+  Announcement mine{{}, core_.step.load(), 0, {}};
   for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot;
-  std::memcpy(mine.operation, operation.data(), std::min(operation.size(), sizeof(mine.operation) - 1));
+  put_text(mine.operation, operation);
+  put_text(mine.failure, std::exchange(failure_, {}));
   const std::vector<std::byte> own = announce(mine, used_here);
   std::vector<std::byte> all(own.size() * static_cast<std::size_t>(core_.communicator().world_size()));
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
@@ -45,7 +56,7 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
   core_.communicator().all_gather(own, all);
   lock.lock();
 
-  Agreement agreement{std::vector<std::uint64_t>(units_.size()), 0};
+  Agreement agreement{std::vector<std::uint64_t>(units_.size()), 0, {}, -1};
   std::fill(used_.begin(), used_.end(), false);
   const std::byte* next = all.data();
   const auto take = [&](auto value) {
@@ -55,7 +66,10 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
   };
   for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
     const Announcement theirs = take(Announcement{});
-    if (operation != theirs.operation || theirs.step != mine.step) {
+    if (*theirs.failure != '\0') {
+      if (agreement.failed_rank < 0) agreement.failure = theirs.failure;
+      if (agreement.failed_rank < 0) agreement.failed_rank = rank;
+    } else if (*mine.failure == '\0' && (operation != theirs.operation || theirs.step != mine.step)) {
       throw CommunicationError(
           fmt::format("rank {} called {} at step {} while rank {} called {} at step {}; every rank must make the same "
                       "calls in the same order",
@@ -79,7 +93,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     if (rounds.local != nullptr) publish(std::move(rounds.local));
   }
   flush_pending();
-  const auto [generations, overflow_slots] = agree(lock, operation, used_here);
+  const auto [generations, overflow_slots, failure, failed_rank] = agree(lock, operation, used_here);
   if (overflow_slots > 0) {
     overflow_ = core_.communicator().allocate(overflow_slots * core_.model.largest_unit_bytes);
     peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_->bytes());
@@ -93,6 +107,13 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     wait_settled(lock, unit, generations[static_cast<std::size_t>(unit)], operation);
   }
   overflow_.reset();
+  if (failed_rank < 0) return;
+  lock.unlock();
+  core_.communicator().barrier();  // no rank begins the next step while another still learns of this one
+  lock.lock();
+  throw StepFailed(fmt::format("step {} was dropped on every rank: rank {} failed in it: {}", core_.step.load(),
+                               failed_rank, failure),
+                   failed_rank);
 }
 
 void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,

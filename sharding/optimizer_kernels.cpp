@@ -197,6 +197,22 @@ double norm_part_of(const std::byte* data, std::int64_t numel, double p) {
       data, numel, [p](double x) { return std::pow(std::abs(x), p); }, add);
 }
 
+template <class Element>
+[[gnu::always_inline]] inline void average_loop(std::byte* to, const std::byte* from, std::int64_t numel,
+                                                double decay) {
+  auto* __restrict average = reinterpret_cast<Element*>(to);
+  const auto* __restrict value = reinterpret_cast<const Element*>(from);
+  const auto kept = static_cast<Element>(decay), added = static_cast<Element>(1 - decay);
+  for (std::int64_t i = 0; i < numel; ++i) average[i] = kept * average[i] + added * value[i];
+}
+
+FSDP_VECTOR_DISPATCH void average_f32(std::byte* to, const std::byte* from, std::int64_t numel, double decay) {
+  average_loop<float>(to, from, numel, decay);
+}
+FSDP_VECTOR_DISPATCH void average_f64(std::byte* to, const std::byte* from, std::int64_t numel, double decay) {
+  average_loop<double>(to, from, numel, decay);
+}
+
 template <class To, class From>
 void cast_run(std::byte* to, const std::byte* from, std::int64_t numel) {
   auto* __restrict target = reinterpret_cast<To*>(to);
@@ -220,6 +236,10 @@ double combine_norm_parts(double a, double b, double p) { return std::isinf(p) ?
 double norm_of(double part, double p) {
   if (std::isinf(p)) return part;
   return p == 2 ? std::sqrt(part) : std::pow(part, 1 / p);
+}
+
+void average_update(std::byte* average, const std::byte* value, std::int64_t numel, DType dtype, double decay) {
+  (dtype == DType::kFloat64 ? average_f64 : average_f32)(average, value, numel, decay);
 }
 
 void cast_elements(std::byte* to, DType to_dtype, const std::byte* from, DType from_dtype, std::int64_t numel) {

@@ -64,6 +64,9 @@ double norm_part(const std::byte* data, std::int64_t numel, DType dtype, double 
 double combine_norm_parts(double a, double b, double p);
 double norm_of(double part, double p);
 
+// average[i] = decay * average[i] + (1 - decay) * value[i]; fp32 or fp64.
+void average_update(std::byte* average, const std::byte* value, std::int64_t numel, DType dtype, double decay);
+
 // Between fp32 or fp64 and a type that is at most as wide; rounds to nearest even.
 void cast_elements(std::byte* to, DType to_dtype, const std::byte* from, DType from_dtype, std::int64_t numel);
 

@@ -125,7 +125,7 @@ std::vector<at::Tensor> recompute(RecomputedFunction function, std::vector<at::T
   auto run = c10::make_intrusive<FirstRun>();
   run->function = std::move(function);
   run->random_state = random_state();
-  return Recompute::apply(at::TensorList(inputs), at::zeros({}, at::TensorOptions().requires_grad(true)), run);
+  return Recompute::apply(at::TensorList(inputs), at::zeros({}).requires_grad_(true), run);
 }
 
 }  // namespace detail

@@ -1,55 +1,66 @@
-// Adam, AdamW or SGD over this rank's shards: state buffers, per-parameter settings, and the one pass of a step.
+// One optimizer over this rank's shares: what every kind has in common, and the one pass of a step.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include <fsdp/optimizer.h>
 #include <fsdp/shard_view.h>
+#include <fsdp/torch_optimizer.h>
 
 #include "sharding/engine_core.h"
+#include "sharding/weight_average.h"
 
 namespace fsdp {
 
-using OptimizerOptions = std::variant<AdamW, Adam, SGD>;
+using OptimizerOptions = std::variant<AdamW, Adam, SGD, Muon, TorchOptimizer>;
+
+struct StepSettings {
+  GradientUse gradient{};
+  double lr_factor = 1;
+};
 
 class ShardedOptimizer {
  public:
-  // Throws InvalidArgument for values out of range, naming field and value.
-  ShardedOptimizer(EngineCore& core, OptimizerOptions options);
+  virtual ~ShardedOptimizer() = default;
 
-  // Collective. The p-norm of the gradients of the used parameters over all ranks, and the first of them that is not
-  // finite.
-  struct Norm {
-    double value = 0;
-    int first_bad = -1;  // parameter index, -1 = none
-  };
-  Norm gradient_norm(const std::vector<bool>& used, double p) const;
-  // Steps the used parameters' shards.
-  void update(const std::vector<bool>& used, const GradientUse& gradient);
+  // Collective. Updates the shares of the used parameters, and the average of all where there is one.
+  void step(const std::vector<bool>& used, const StepSettings& settings, WeightAverage* average);
 
-  void set_lr(double lr);
-  double lr() const { return lr_; }
-  std::size_t state_bytes() const;
-  std::vector<std::string> state_names() const;  // "exp_avg", ...
-  std::byte* state(std::size_t which, const FlatGroup& group) const;
-  std::vector<std::int64_t>& parameter_steps() { return steps_; }  // updates made of each parameter
+  virtual void set_lr(double lr) = 0;
+  virtual double lr() const = 0;
+  virtual std::size_t state_bytes() const = 0;            // on this rank
+  virtual std::size_t unsharded_state_bytes() const = 0;  // of whole tensors
+  // State as checkpoints hold it. Throws InvalidArgument where it cannot be saved.
+  virtual void append_views(std::vector<ShardView>& views) const = 0;
+  // Updates made of each parameter, for bias correction and checkpoints.
+  virtual std::int64_t steps_of(std::size_t parameter) const = 0;
+  virtual void set_steps_of(std::size_t parameter, std::int64_t steps) = 0;
 
- private:
-  struct Setting {
-    double lr_scale = 1, weight_decay = 0;
-  };
-  OptimizerSpan span_of(const ShardedParameter& p) const;
-  void resolve_settings(double weight_decay, const ParameterGroups& groups);
+ protected:
+  explicit ShardedOptimizer(EngineCore& core) : core_(core) {}
+
+  // Before the first update_run of a step.
+  virtual void prepare(const std::vector<bool>& used, const StepSettings& settings) = 0;
+  // Elements [begin, begin + numel) of this rank's piece of a used parameter; the runs of a piece come in order.
+  virtual void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) = 0;
 
   EngineCore& core_;
-  OptimizerOptions options_;
-  double lr_ = 0;
-  std::vector<at::Tensor> states_;  // bytes, laid out as the gradient buffer
-  std::vector<Setting> settings_;   // by parameter
-  std::vector<std::int64_t> steps_;
 };
+
+// Collective. Throws InvalidArgument for values out of range, naming field and value.
+std::unique_ptr<ShardedOptimizer> make_sharded_optimizer(EngineCore& core, OptimizerOptions options);
+
+// Throws InvalidArgument unless `holds`.
+void require_option(bool holds, std::string_view field, double found, std::string_view expected);
+bool is_non_negative(double value);
+
+// This rank's part of a tensor beside a parameter: name "<prefix><parameter>", elements as the parameter's own piece.
+ShardView view_of_piece(const EngineCore& core, const ShardedParameter& p, ShardKind kind, DType dtype,
+                        std::string prefix, std::byte* data);
 
 }  // namespace fsdp

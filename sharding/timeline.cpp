@@ -94,6 +94,10 @@ void Timeline::finish_step() {
     }
     last_ = completed;
   }
+  abandon_step();
+}
+
+void Timeline::abandon_step() {
   plan_ = nullptr;
   record_ = {};
   recording_ = true;

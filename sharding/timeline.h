@@ -36,6 +36,8 @@ class Timeline {
   bool started() const { return !record_.events.empty(); }
   // A settlement ends a unit's open round; from here on the step follows no plan.
   void cut_round(int unit);
+  // The step is over, and no example.
+  void abandon_step();
   // The step is over: a new pattern becomes a plan, kept beside a few older ones.
   void finish_step();
   // The pattern that was completed last; nullptr before the first step is over.

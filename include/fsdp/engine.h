@@ -17,6 +17,7 @@
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -31,6 +32,7 @@
 namespace fsdp {
 
 class EngineState;
+struct TorchOptimizer;
 
 // Gradients of backward passes stay local while one lives (and its engine): they accumulate in a whole fp32 buffer per rank, allocated
 // by the engine's first scope and kept. The next backward outside of a scope reduces them along with its own; if none
@@ -83,6 +85,19 @@ class [[nodiscard]] Summoned {
   SummonOptions options_;
 };
 
+// While one lives the parameters are their averages (Engine::keep_ema). Opening and closing are collective; no step, save
+// or resume meanwhile.
+class [[nodiscard]] AveragedWeights {
+ public:
+  explicit AveragedWeights(EngineState& engine);
+  AveragedWeights(AveragedWeights&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+  AveragedWeights& operator=(AveragedWeights&&) = delete;
+  ~AveragedWeights();
+
+ private:
+  EngineState* engine_;
+};
+
 class Engine {
  public:
   explicit Engine(std::unique_ptr<EngineState> state);
@@ -95,6 +110,8 @@ class Engine {
   Optimizer optimizer(AdamW options);
   Optimizer optimizer(Adam options);
   Optimizer optimizer(SGD options);
+  Optimizer optimizer(Muon options);
+  Optimizer optimizer(TorchOptimizer options);
 
   // Collective. Writes dir/step-%06d with parameters, optimizer state and this rank's random state; see
   // <fsdp/checkpoint.h>.
@@ -115,6 +132,25 @@ class Engine {
   // and fp16 parameters) of those parameters that some rank used since the last step. Valid until the next step or
   // zero_grad.
   std::vector<ShardView> gradient_views();
+
+  // Keeps an average of the trainable parameters from now on, sharded as they are, in fp32 (fp64 for fp64): updated in the
+  // optimizer's pass, saved and resumed as "ema.<name>". Once, after optimizer() and before resume().
+  void keep_ema(const Ema& options);
+  // Collective.
+  AveragedWeights use_ema();
+
+  // mean_loss * samples, for ranks and micro-batches of different size: the step's gradient is then
+  //   sum(samples * gradient of mean_loss) / sum(samples)
+  // over all ranks and micro-batches since the last step, instead of the mean over ranks and the sum over micro-batches.
+  // A rank that has run out of data calls step() without a backward. Within a step every loss is weighed, or none.
+  at::Tensor weigh(const at::Tensor& mean_loss, double samples);
+
+  // Runs forward, backward and step where ranks may fail by themselves: a bad sample, an allocation. If `body` throws on
+  // any rank, the gradients of this step are dropped on all of them, and StepFailed, which names the first rank that failed
+  // and its error, is thrown from the step (or gradient_views, zero_grad, save) that the others come to, and here. Weights
+  // and optimizer state are those of before; every rank goes on with its next batch. A CommunicationError is none of
+  // these: it ends the job. Collectives other than the engine's may not be in `body` after what can fail.
+  void attempt(const std::function<void()>& body);
 
   NoSync no_sync();
   KeepGathered keep_gathered();

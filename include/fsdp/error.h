@@ -14,6 +14,7 @@ enum class ErrorId {
   kCheckpoint = 4,       // a checkpoint is damaged, missing, or of another model
   kMemory = 5,           // an allocation failed
   kNonFinite = 6,        // a gradient is NaN or infinite; thrown as Error itself
+  kStepFailed = 7,       // a step was dropped on every rank, because one failed in it
 };
 
 class Error : public std::runtime_error {
@@ -53,6 +54,12 @@ class CheckpointError : public Error {
 class MemoryError : public Error {
  public:
   explicit MemoryError(const std::string& message, int rank = -1) : Error(ErrorId::kMemory, message, rank) {}
+};
+
+// Every rank goes on after this; rank() is the one that failed.
+class StepFailed : public Error {
+ public:
+  explicit StepFailed(const std::string& message, int rank) : Error(ErrorId::kStepFailed, message, rank) {}
 };
 
 }  // namespace fsdp

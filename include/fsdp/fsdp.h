@@ -9,3 +9,5 @@
 #include <fsdp/optimizer.h>
 #include <fsdp/options.h>
 #include <fsdp/recompute.h>
+#include <fsdp/schedule.h>
+#include <fsdp/torch_optimizer.h>

@@ -1,4 +1,5 @@
-// Optimizers over this rank's flat shards: one fused pass, no step of which sees a full parameter.
+// Optimizers over this rank's flat shards: AdamW, Adam and SGD as one fused pass, Muon on whole matrices; LibTorch's own
+// are in <fsdp/torch_optimizer.h>.
 #pragma once
 
 #include <array>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include <fsdp/loss_scaler.h>
+#include <fsdp/schedule.h>
 
 namespace fsdp {
 
@@ -49,6 +51,20 @@ struct SGD {
   ParameterGroups groups{};
 };
 
+// Momentum whose update is made orthogonal (Jordan et al., "Muon", 2024) for matrices, AdamW for all else. An update needs
+// the whole matrix, so each matrix has an owner, a rank: it puts the mean gradient together, keeps the momentum, and the
+// others read the update from it. Owners are chosen so that ranks have equal work. An update is of the shape's scale
+// sqrt(max(1, rows / columns)), with five Newton-Schulz iterations in fp32.
+struct Muon {
+  double lr = 0.02;
+  double momentum = 0.95;
+  bool nesterov = true;
+  double weight_decay = 0;
+  // Which 2-dimensional parameters are meant, by dotted name. Embeddings and heads better are not. Default: all.
+  std::function<bool(const std::string& name)> matches{};
+  AdamW others{};  // the rest; its lr is times the same schedule
+};
+
 // What step() does where a gradient is NaN or infinite on any rank; all ranks decide alike, before anything changes.
 enum class OnNonFinite {
   kFail,  // throws Error (kNonFinite) on every rank, naming the first bad parameter
@@ -66,6 +82,11 @@ struct StepOptions {
   std::optional<double> max_grad_value{};
   OnNonFinite on_non_finite = OnNonFinite::kFail;
   LossScaler* scaler = nullptr;  // borrowed for the call
+};
+
+// An exponential moving average of the weights: average = decay * average + (1 - decay) * weight after each step.
+struct Ema {
+  double decay = 0.999;
 };
 
 struct StepResult {
@@ -90,8 +111,11 @@ class Optimizer {
   // it; unlike in plain LibTorch a parameter that is zeroed in place and gets no new gradient counts as unused: the
   // step leaves it alone.
   void zero_grad();
+  // Before the schedule's factor and the groups' lr_scale.
   void set_lr(double lr);
   double lr() const;
+  // Each step's learning rate is lr() times schedule(Engine::step()). The same function on every rank.
+  void set_schedule(Schedule schedule);
 
  private:
   EngineState* engine_;

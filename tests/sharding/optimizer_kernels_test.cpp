@@ -125,6 +125,17 @@ TEST(OptimizerKernelsTest, RoundsTheMasterIntoTheParameter) {
   expect_rounded_copy<Half>(DType::kFloat16, sgd_update, sgd);
 }
 
+TEST(OptimizerKernelsTest, AveragesWithTheSameBitsForAnyCut) {
+  const std::vector<float> value = normal(301, 6);
+  std::vector<float> whole = normal(301, 7), parts = whole, expected = whole;
+  const auto* from = reinterpret_cast<const std::byte*>(value.data());
+  average_update(bytes(whole), from, 301, DType::kFloat32, 0.75);
+  average_update(bytes(parts), from, 13, DType::kFloat32, 0.75);
+  average_update(bytes(parts) + 13 * sizeof(float), from + 13 * sizeof(float), 288, DType::kFloat32, 0.75);
+  EXPECT_EQ(parts, whole);
+  for (std::size_t i = 0; i < 301; ++i) EXPECT_NEAR(whole[i], 0.75F * expected[i] + 0.25F * value[i], 1e-6);
+}
+
 TEST(OptimizerKernelsTest, CastsBothWays) {
   const std::vector<float> values = normal(77, 4);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {

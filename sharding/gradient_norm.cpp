@@ -1,0 +1,79 @@
+#include "sharding/gradient_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp {
+namespace {
+
+struct Part {
+  double norm = 0;
+  std::int64_t first_bad = std::numeric_limits<std::int64_t>::max();
+  SampleCount count;
+};
+
+Part own_part(const EngineCore& core, const std::vector<bool>& used, double p_norm) {
+  Part own;
+  for (std::size_t i = 0; i < used.size(); ++i) {
+    if (!used[i]) continue;
+    const ShardedParameter& p = core.model.parameters[i];
+    const FlatGroup& group = core.model.group_of(p);
+    const DType dtype = group.gradient_dtype();
+    // The owners of a share hold the same gradients: each counts its own part.
+    const Mesh& mesh = core.model.unit_of(group).mesh;
+    const ElementRange part = mesh.part_of_share(group.layout->shard_numel(), mesh.replica());
+    const std::int64_t begin = std::max(p.piece.shard_offset, part.offset),
+                       end = std::min(p.piece.shard_offset + p.piece.numel(), part.offset + part.numel);
+    if (begin >= end) continue;
+    const double norm = norm_part(core.gradient_shard(group) + bytes_of(begin, dtype), end - begin, dtype, p_norm);
+    if (!std::isfinite(norm)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
+    own.norm = combine_norm_parts(own.norm, norm, p_norm);
+  }
+  return own;
+}
+
+double weight_of(const std::vector<Part>& parts) {
+  double samples = 0;
+  bool weighed = false;
+  for (const Part& part : parts) {
+    samples += part.count.samples;
+    weighed |= part.count.weighed;
+  }
+  if (!weighed) return 1;
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    if (!parts[rank].count.unweighed) continue;
+    throw InvalidArgument(
+        fmt::format("Optimizer::step: rank {} has gradients of losses that Engine::weigh has not seen, "
+                    "other ranks have weighed theirs; weigh every loss of a step, or none",
+                    rank),
+        static_cast<int>(rank));
+  }
+  if (!(samples > 0))
+    throw InvalidArgument(fmt::format("Optimizer::step: expected samples above 0 over all ranks, got {}", samples));
+  return static_cast<double>(parts.size()) / samples;
+}
+
+}  // namespace
+
+GradientSummary summarize_gradients(const EngineCore& core, const std::vector<bool>& used, double p,
+                                    const SampleCount& own_count) {
+  Part own = own_part(core, used, p);
+  own.count = own_count;
+  std::vector<Part> all(static_cast<std::size_t>(core.context.world_size()));
+  core.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
+  // Combined in rank order on every rank: the same bits everywhere.
+  Part total;
+  for (const Part& part : all) {
+    total.norm = combine_norm_parts(total.norm, part.norm, p);
+    total.first_bad = std::min(total.first_bad, part.first_bad);
+  }
+  const bool bad = total.first_bad != Part{}.first_bad;
+  return {norm_of(total.norm, p), bad ? static_cast<int>(total.first_bad) : -1, weight_of(all)};
+}
+
+}  // namespace fsdp
