@@ -85,6 +85,16 @@ at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, 
   return at::Tensor(std::move(impl));
 }
 
+at::Tensor make_touch_tensor(const c10::intrusive_ptr<c10::StorageImpl>& storage, at::IntArrayRef sizes, DType dtype) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(storage),
+      c10::DispatchKeySet(
+          {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU, kTouchKey}),
+      c10::scalarTypeToTypeMeta(to_scalar_type(dtype)));
+  impl->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(impl));
+}
+
 at::Tensor make_plain_view(void* data, const at::Tensor& like, DType dtype) {
   return at::from_blob(data, like.sizes(), like.strides(), at::TensorOptions(to_scalar_type(dtype)));
 }

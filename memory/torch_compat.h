@@ -28,6 +28,8 @@ at::ScalarType to_scalar_type(DType dtype);
 // A tensor over `storage` that carries kTouchKey, with the sizes and strides of `like`; offset in elements.
 at::Tensor make_touch_view(const c10::intrusive_ptr<c10::StorageImpl>& storage, const at::Tensor& like, DType dtype,
                            std::int64_t offset);
+// A contiguous CPU tensor over all of `storage` that carries kTouchKey.
+at::Tensor make_touch_tensor(const c10::intrusive_ptr<c10::StorageImpl>& storage, at::IntArrayRef sizes, DType dtype);
 // A plain tensor over borrowed memory, with the sizes and strides of `like`.
 at::Tensor make_plain_view(void* data, const at::Tensor& like, DType dtype);
 

@@ -41,7 +41,7 @@ class StorageOwner {
   virtual std::string parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const = 0;
 };
 
-class PagedStorage final : public c10::StorageImpl {
+class PagedStorage : public c10::StorageImpl {
  public:
   enum class Role { kParameters, kGradient };
 

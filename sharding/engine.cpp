@@ -6,13 +6,14 @@
 
 #include <fsdp/error.h>
 
+#include "sharding/deferred_storage.h"
 #include "sharding/engine_state.h"
 
 namespace fsdp {
 namespace {
 
 // Ranks with different models or options would agree on nothing that follows.
-void check_same_model(const Context& context, const std::vector<CutUnit>& units,
+void check_same_model(const Context& context, const torch::nn::Module& module, const std::vector<CutUnit>& units,
                       const std::vector<UnitPolicy>& policies, const ShardOptions& options) {
   struct Summary {
     std::uint64_t hash = 0;
@@ -34,10 +35,15 @@ void check_same_model(const Context& context, const std::vector<CutUnit>& units,
           static_cast<std::uint64_t>(p.tensor.requires_grad()));
       for (const std::int64_t size : p.tensor.sizes()) mix(static_cast<std::uint64_t>(size));
       for (const std::int64_t stride : p.tensor.strides()) mix(static_cast<std::uint64_t>(stride));
+      if (const DeferredStorage* deferred = DeferredStorage::of(p.tensor)) mix(deferred->hash());
       for (const std::string& name : p.tied_names) mix(std::hash<std::string>()(name));
       ++own.parameters;
       own.numel += p.tensor.numel();
     }
+  }
+  for (const auto& item : module.named_buffers()) {
+    mix(std::hash<std::string>()(item.key()));
+    if (item.value().defined()) mix(static_cast<std::uint64_t>(item.value().nbytes()));
   }
   std::vector<Summary> all(static_cast<std::size_t>(context.world_size()));
   context.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
@@ -61,7 +67,7 @@ Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, 
   }
   std::vector<CutUnit> units = cut_units(*module, options.units);
   const std::vector<UnitPolicy> policies = resolve_policies(units, options, context.world_size());
-  check_same_model(context, units, policies, options);
+  check_same_model(context, *module, units, policies, options);
   return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), policies, options));
 }
 
@@ -73,10 +79,16 @@ Engine::~Engine() = default;
 Optimizer Engine::optimizer(AdamW options) { return state_->make_optimizer(std::move(options)); }
 Optimizer Engine::optimizer(Adam options) { return state_->make_optimizer(std::move(options)); }
 Optimizer Engine::optimizer(SGD options) { return state_->make_optimizer(std::move(options)); }
-void Engine::save(const std::filesystem::path& dir) { state_->save(dir); }
-std::optional<std::int64_t> Engine::resume(const std::filesystem::path& dir) { return state_->resume(dir); }
-void Engine::consolidate(const std::filesystem::path& file) { state_->consolidate(file); }
-void Engine::load_consolidated(const std::filesystem::path& file) { state_->load_consolidated(file); }
+void Engine::save(const std::filesystem::path& dir, const SaveOptions& options) { state_->save(dir, options); }
+std::optional<std::int64_t> Engine::resume(const std::filesystem::path& dir, const ResumeOptions& options) {
+  return state_->resume(dir, options);
+}
+void Engine::consolidate(const std::filesystem::path& file, const SaveOptions& options) {
+  state_->consolidate(file, options);
+}
+void Engine::load_consolidated(const std::filesystem::path& file, const LoadOptions& options) {
+  state_->load_consolidated(file, options);
+}
 std::vector<ShardView> Engine::shard_views() const { return state_->shard_views(); }
 std::vector<ShardView> Engine::gradient_views() { return state_->gradient_views(); }
 Optimizer Engine::optimizer(Muon options) { return state_->make_optimizer(std::move(options)); }

@@ -1,6 +1,7 @@
 // Save, resume, and the consolidated file: the engine's side of <fsdp/checkpoint.h>.
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -52,16 +53,37 @@ void together(Communicator& communicator, const Body& body) {
 
 }  // namespace
 
-void EngineState::save(const std::filesystem::path& dir) {
+std::vector<ShardView> EngineState::checkpoint_views(bool trainable_only) const {
+  std::vector<ShardView> views = shard_views();
+  std::set<std::string> frozen;
+  for (const ShardedParameter& p : core_.model.parameters) {
+    if (trainable_only && p.trainable_index < 0) frozen.insert(p.name);
+  }
+  std::erase_if(
+      views, [&](const ShardView& view) { return view.kind == ShardKind::kParameter && frozen.count(view.name) > 0; });
+  return views;
+}
+
+std::map<std::string, std::string> EngineState::checkpoint_ties(bool trainable_only) const {
+  std::map<std::string, std::string> ties;
+  for (const ShardedParameter& p : core_.model.parameters) {
+    if (trainable_only && p.trainable_index < 0) continue;
+    for (const std::string& name : p.tied_names) ties[name] = p.name;
+  }
+  return ties;
+}
+
+void EngineState::save(const std::filesystem::path& dir, const SaveOptions& options) {
   refuse_within_scopes("Engine::save");
+  check_nothing_was_added();
   guarded("Engine::save", [&] {
     CheckpointContent content;
     content.step = core_.step;
-    content.views = shard_views();
+    content.views = checkpoint_views(options.trainable_only);
     for (ShardView& view : content.views) {
       if (view.replica != 0) view.end = view.begin;  // the first replica writes for all
     }
-    content.tied = core_.model.tied_names();
+    content.tied = checkpoint_ties(options.trainable_only);
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       if (optimizer_ != nullptr && p.trainable_index >= 0)
@@ -72,11 +94,12 @@ void EngineState::save(const std::filesystem::path& dir) {
   });
 }
 
-std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir) {
+std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir, const ResumeOptions& options) {
   return guarded("Engine::resume", [&]() -> std::optional<std::int64_t> {
     const c10::InferenceMode normal_mode(false);
     drop_resident("Engine::resume");
-    const std::optional<LoadedCheckpoint> loaded = load_checkpoint(core_.communicator(), dir, shard_views());
+    const std::optional<LoadedCheckpoint> loaded = load_checkpoint(core_.communicator(), dir,
+                                                                   checkpoint_views(options.trainable_only));
     if (!loaded) return std::nullopt;
     refresh_parameters();
     core_.step = loaded->step;
@@ -114,7 +137,8 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
   }
 }
 
-void EngineState::consolidate(const std::filesystem::path& file) {
+void EngineState::consolidate(const std::filesystem::path& file, const SaveOptions& options) {
+  check_nothing_was_added();
   guarded("Engine::consolidate", [&] {
     core_.communicator().barrier();  // every rank's shards are final
     together(core_.communicator(), [&] {
@@ -122,23 +146,24 @@ void EngineState::consolidate(const std::filesystem::path& file) {
       std::vector<TensorInfo> tensors;
       std::map<std::string, const ShardedParameter*> by_name;
       for (const ShardedParameter& p : core_.model.parameters) {
+        if (options.trainable_only && p.trainable_index < 0) continue;
         tensors.push_back({p.name, core_.model.group_of(p).master_dtype, p.sizes});
         by_name[p.name] = &p;
       }
       write_consolidated(
-          file, tensors, core_.model.tied_names(),
+          file, tensors, checkpoint_ties(options.trainable_only),
           [&](const TensorInfo& info, std::span<std::byte> bytes) { fetch(*by_name.at(info.name), bytes); });
     });
   });
 }
 
-void EngineState::load_consolidated(const std::filesystem::path& file) {
+void EngineState::load_consolidated(const std::filesystem::path& file, const LoadOptions& options) {
   guarded("Engine::load_consolidated", [&] {
     drop_resident("Engine::load_consolidated");
-    std::vector<ShardView> views = shard_views();
+    std::vector<ShardView> views = checkpoint_views(options.trainable_only);
     std::erase_if(views, [](const ShardView& view) { return view.kind != ShardKind::kParameter; });
     together(core_.communicator(), [&] {
-      read_consolidated(file, views, core_.model.tied_names());
+      read_consolidated(file, views, checkpoint_ties(options.trainable_only));
       refresh_parameters();
     });
   });

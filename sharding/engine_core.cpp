@@ -1,5 +1,7 @@
 #include "sharding/engine_core.h"
 
+#include <algorithm>
+
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -64,6 +66,14 @@ at::Tensor EngineCore::whole_gradient(const ShardedParameter& p) const {
   read_whole(p, *gradients, group.gradient_offset, group.gradient_stride, group.gradient_dtype(),
              static_cast<std::byte*>(whole.mutable_data_ptr()));
   return whole;
+}
+
+ElementRange EngineCore::summed_here(const ShardedParameter& p) const {
+  const Mesh& mesh = unit(p.unit).mesh;
+  const ElementRange part = mesh.part_of_share(model.group_of(p).layout->shard_numel(), mesh.replica());
+  const std::int64_t begin = std::max(p.piece.shard_offset, part.offset),
+                     end = std::min(p.piece.shard_offset + p.piece.numel(), part.offset + part.numel);
+  return {begin, std::max(end - begin, std::int64_t{0})};
 }
 
 void EngineCore::refresh_parameters(const FlatGroup& group) const {

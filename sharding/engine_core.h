@@ -48,6 +48,9 @@ struct EngineCore {
                   std::byte* output) const;
   // The mean gradient, of the gradient's type. REQUIRES that every rank has settled.
   at::Tensor whole_gradient(const ShardedParameter& p) const;
+  // The elements of a parameter's share that this rank sums, as offsets in the share. The owners of a share hold the same
+  // gradients: each counts its own part.
+  ElementRange summed_here(const ShardedParameter& p) const;
   // Rounds the master into the parameters, where there is one.
   void refresh_parameters(const FlatGroup& group) const;
   // "gather of layers.3 (rank 1, step 12)": for errors and waits.

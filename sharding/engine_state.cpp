@@ -1,14 +1,18 @@
 #include "sharding/engine_state.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/mul.h>
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
+
+#include "sharding/deferred_storage.h"
 
 namespace fsdp {
 namespace {
@@ -49,6 +53,7 @@ EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Modu
       gradients_(core_.model.parameters.size()) {
   try {
     broadcast_parameters();
+    broadcast_buffers();
     core_.model.take_over(std::make_shared<EngineHook>(*this));
   } catch (...) {
     core_.model.release();  // no tensor may keep a storage whose owner is gone
@@ -67,14 +72,21 @@ EngineState::~EngineState() {
   core_.model.release();
 }
 
-// Each rank takes its shares from what rank 0 packed.
+// Each rank takes its shares from what rank 0 packed, or fills them by itself where there is nothing to pack.
 void EngineState::broadcast_parameters() {
   Communicator& communicator = core_.communicator();
   std::size_t largest = 0;
-  for (const FlatGroup& group : core_.model.groups)
-    largest = std::max(largest, bytes_of(group.layout->numel(), group.master_dtype));
+  for (const FlatGroup& group : core_.model.groups) {
+    if (!core_.model.is_deferred(group))
+      largest = std::max(largest, bytes_of(group.layout->numel(), group.master_dtype));
+  }
   const std::unique_ptr<Segment> packed = communicator.allocate(largest);
   for (const FlatGroup& group : core_.model.groups) {
+    if (core_.model.is_deferred(group)) {
+      core_.model.fill_share(group, core_.master_shard(group));
+      core_.refresh_parameters(group);
+      continue;
+    }
     if (context().is_main()) core_.model.pack(group, packed->local().data());
     communicator.barrier();
     const std::size_t bytes = bytes_of(group.layout->shard_numel(), group.master_dtype);
@@ -82,6 +94,31 @@ void EngineState::broadcast_parameters() {
     communicator.read(*packed, /*rank=*/0, share * bytes, {core_.master_shard(group), bytes});
     core_.refresh_parameters(group);
     communicator.barrier();
+  }
+}
+
+// Running statistics and the like: whole on every rank, and rank 0's at the start.
+void EngineState::broadcast_buffers() {
+  const at::NoGradGuard no_grad;
+  for (auto& item : module_->named_buffers()) {
+    at::Tensor& buffer = item.value();
+    materialize_in_place(buffer);
+    if (!buffer.defined() || buffer.numel() == 0 || buffer.layout() != at::kStrided || !buffer.device().is_cpu())
+      continue;
+    const at::Tensor values = buffer.contiguous();
+    core_.communicator().broadcast({static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}, /*root=*/0);
+    if (!values.is_same(buffer)) buffer.copy_(values);
+  }
+}
+
+// Nobody would average its gradient, and no optimizer of the engine would step it.
+void EngineState::check_nothing_was_added() const {
+  for (const auto& item : module_->named_parameters()) {
+    if (!item.value().defined() || core_.model.holds(item.value())) continue;
+    throw InvalidArgument(
+        fmt::format("parameter {} was registered after fsdp::shard, which knows nothing of it; build "
+                    "the whole module first, then shard it",
+                    item.key()));
   }
 }
 
@@ -97,6 +134,13 @@ std::vector<int> EngineState::units_of(const OperatorUse& use) const {
 void EngineState::begin_step() {
   if (identity_checked_) return;
   core_.model.check_identity();
+  // Walking the module's names costs more than a check of each step may; a module that is built on late is found early.
+  if (std::has_single_bit(static_cast<std::uint64_t>(core_.step)) || core_.step == 0) check_nothing_was_added();
+  if (at::autocast::is_autocast_enabled(at::kCPU)) {
+    TORCH_WARN_ONCE(
+        "libfsdp: autocast holds a 16-bit copy of every weight that it casts until its region ends, on every "
+        "rank; ShardOptions::precision computes in 16 bits without");
+  }
   identity_checked_ = true;
 }
 
@@ -356,7 +400,8 @@ StepResult EngineState::step(const StepOptions& options) {
     lock.unlock();
     samples_.unweighed = !samples_.weighed && std::any_of(gradients_.begin(), gradients_.end(),
                                                           [](const GradientSlot& g) { return g.taken; });
-    const GradientSummary summary = summarize_gradients(core_, reducer_.used(), options.norm_type, samples_);
+    const GradientSummary summary = summarize_gradients(core_, reducer_.used(), reducer_.squares(), options.norm_type,
+                                                        samples_);
     const double scale = summary.weight / (options.scaler != nullptr ? options.scaler->scale() : 1.0);
     StepResult result{.grad_norm = summary.norm * scale};
     if (summary.first_bad >= 0) {

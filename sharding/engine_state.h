@@ -50,10 +50,10 @@ class EngineState final : public StorageOwner {
   void begin_averaged();
   void end_averaged();
 
-  void save(const std::filesystem::path& dir);
-  std::optional<std::int64_t> resume(const std::filesystem::path& dir);
-  void consolidate(const std::filesystem::path& file);
-  void load_consolidated(const std::filesystem::path& file);
+  void save(const std::filesystem::path& dir, const SaveOptions& options);
+  std::optional<std::int64_t> resume(const std::filesystem::path& dir, const ResumeOptions& options);
+  void consolidate(const std::filesystem::path& file, const SaveOptions& options);
+  void load_consolidated(const std::filesystem::path& file, const LoadOptions& options);
 
   void begin_no_sync();
   void end_no_sync() { reducer_.end_no_sync(); }
@@ -83,6 +83,11 @@ class EngineState final : public StorageOwner {
   void write_back(const OperatorUse& use);
   void merge_written(const FlatGroup& group, const Segment& written, std::size_t offset, const std::byte* before);
   void broadcast_parameters();
+  void broadcast_buffers();
+  void check_nothing_was_added() const;
+  // What a checkpoint holds, with frozen parameters or without.
+  std::vector<ShardView> checkpoint_views(bool trainable_only) const;
+  std::map<std::string, std::string> checkpoint_ties(bool trainable_only) const;
   OperatorUse use_of_all(std::vector<PagedStorage*>& storages, bool writes) const;
   std::vector<bool> used_here() const;
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);

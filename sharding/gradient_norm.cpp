@@ -17,20 +17,18 @@ struct Part {
   SampleCount count;
 };
 
-Part own_part(const EngineCore& core, const std::vector<bool>& used, double p_norm) {
+Part own_part(const EngineCore& core, const std::vector<bool>& used, const std::vector<double>& squares,
+              double p_norm) {
   Part own;
   for (std::size_t i = 0; i < used.size(); ++i) {
     if (!used[i]) continue;
     const ShardedParameter& p = core.model.parameters[i];
     const FlatGroup& group = core.model.group_of(p);
+    const ElementRange range = core.summed_here(p);
     const DType dtype = group.gradient_dtype();
-    // The owners of a share hold the same gradients: each counts its own part.
-    const Mesh& mesh = core.model.unit_of(group).mesh;
-    const ElementRange part = mesh.part_of_share(group.layout->shard_numel(), mesh.replica());
-    const std::int64_t begin = std::max(p.piece.shard_offset, part.offset),
-                       end = std::min(p.piece.shard_offset + p.piece.numel(), part.offset + part.numel);
-    if (begin >= end) continue;
-    const double norm = norm_part(core.gradient_shard(group) + bytes_of(begin, dtype), end - begin, dtype, p_norm);
+    const double norm = p_norm == 2 ? squares[i]
+                                    : norm_part(core.gradient_shard(group) + bytes_of(range.offset, dtype), range.numel,
+                                                dtype, p_norm);
     if (!std::isfinite(norm)) own.first_bad = std::min(own.first_bad, static_cast<std::int64_t>(i));
     own.norm = combine_norm_parts(own.norm, norm, p_norm);
   }
@@ -60,9 +58,9 @@ double weight_of(const std::vector<Part>& parts) {
 
 }  // namespace
 
-GradientSummary summarize_gradients(const EngineCore& core, const std::vector<bool>& used, double p,
-                                    const SampleCount& own_count) {
-  Part own = own_part(core, used, p);
+GradientSummary summarize_gradients(const EngineCore& core, const std::vector<bool>& used,
+                                    const std::vector<double>& squares, double p, const SampleCount& own_count) {
+  Part own = own_part(core, used, squares, p);
   own.count = own_count;
   std::vector<Part> all(static_cast<std::size_t>(core.context.world_size()));
   core.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));

@@ -19,7 +19,11 @@ std::size_t gradient_bytes(const FlatGroup& group, std::int64_t numel) {
 }  // namespace
 
 GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
-    : core_(core), pager_(pager), units_(core.model.units.size()), used_(core.model.parameters.size()) {}
+    : core_(core),
+      pager_(pager),
+      units_(core.model.units.size()),
+      used_(core.model.parameters.size()),
+      squares_(used_.size()) {}
 
 void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
@@ -318,6 +322,7 @@ void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
                                  .accumulate = round->accumulates,
                                  .divisor = core_.communicator().world_size(),
                                  .label = unit.name});
+    take_squares(group);
   }
   core_.mailbox.consume(round->unit, round->generation);
   const auto is_summed = [this, round] { return core_.mailbox.is_summed(round->unit, round->generation); };
@@ -327,6 +332,14 @@ void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
     core_.stream.enqueue({.ready = is_summed,
                           .run = [this, round] { complete(*round); },
                           .what = core_.describe("reduce", round->unit)});
+  }
+}
+
+void GradientReducer::take_squares(const FlatGroup& group) {
+  for (const int index : group.parameters) {
+    const ElementRange own = core_.summed_here(core_.model.parameters[static_cast<std::size_t>(index)]);
+    squares_[static_cast<std::size_t>(index)] = norm_part(
+        core_.gradient_shard(group) + gradient_bytes(group, own.offset), own.numel, group.gradient_dtype(), 2);
   }
 }
 

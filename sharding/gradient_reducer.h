@@ -40,6 +40,9 @@ class GradientReducer {
   // tells whether any rank holds a gradient of parameter p.
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   const std::vector<bool>& used() const { return used_; }
+  // Of each parameter, the sum of squares of the elements that this rank has summed: taken by the reduction itself, on the
+  // engine's thread, so that a step's norm costs no pass of its own. Valid after settle().
+  const std::vector<double>& squares() const { return squares_; }
   // The next settlement throws StepFailed on every rank, after it has reduced what is left.
   void fail(const std::string& reason) { failure_ = reason.empty() ? "unknown error" : reason; }
   // The next reduction of each unit overwrites what has accumulated.
@@ -111,6 +114,7 @@ class GradientReducer {
   DType unify(std::vector<const std::byte*>& inputs, std::span<const DType> dtypes, std::int64_t numel,
               std::vector<at::Tensor>& widened) const;
   void complete(Round& round);
+  void take_squares(const FlatGroup& group);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
   // Sets used_.
@@ -128,6 +132,7 @@ class GradientReducer {
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
+  std::vector<double> squares_;
   std::string failure_;
   std::size_t held_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t held_rounds_ = 0;

@@ -7,9 +7,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
+
+#include "sharding/deferred_storage.h"
 
 namespace fsdp {
 namespace {
@@ -21,7 +24,10 @@ namespace {
 // Two parameters that are views of one storage would both be told of a third that holds it, so this comes first.
 void check_own_storage(const NamedParameter& parameter, std::unordered_map<const void*, std::string>& storages) {
   if (!parameter.tensor.has_storage()) return;
-  if (carries_touch_key(parameter.tensor)) {
+  if (DeferredStorage::of(parameter.tensor) != nullptr && DeferredStorage::whole(parameter.tensor) == nullptr) {
+    refuse(parameter, "is a part of another tensor that fsdp::deferred_init made", "make it a tensor of its own");
+  }
+  if (carries_touch_key(parameter.tensor) && DeferredStorage::of(parameter.tensor) == nullptr) {
     refuse(parameter, "is sharded already", "one engine holds a module's parameters");
   }
   const auto [owner, is_new] = storages.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), parameter.name);
@@ -190,14 +196,33 @@ void ShardedModel::pack(const FlatGroup& group, std::byte* flat) const {
   for (const int index : group.parameters) {
     const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
     const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
+    if (const DeferredStorage* deferred = DeferredStorage::of(p.tensor)) {
+      deferred->fill(0, p.tensor.numel(), flat + bytes_of(offset, dtype));
+      continue;
+    }
     // Dense and not overlapping, so the elements lie side by side whatever the strides.
     std::memcpy(flat + bytes_of(offset, dtype), p.tensor.const_data_ptr(), p.tensor.nbytes());
+  }
+}
+
+bool ShardedModel::is_deferred(const FlatGroup& group) const {
+  return std::all_of(group.parameters.begin(), group.parameters.end(), [this](int index) {
+    return DeferredStorage::of(parameters[static_cast<std::size_t>(index)].tensor) != nullptr;
+  });
+}
+
+void ShardedModel::fill_share(const FlatGroup& group, std::byte* share) const {
+  for (const int index : group.parameters) {
+    const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
+    DeferredStorage::of(p.tensor)->fill(p.piece.begin, p.piece.numel(),
+                                        share + bytes_of(p.piece.shard_offset, group.master_dtype));
   }
 }
 
 void ShardedModel::take_over(const std::shared_ptr<GradientHook>& hook) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard guard(kTouchKey);  // a deferred tensor would refuse other storage
   for (ShardedParameter& p : parameters) {
     const FlatGroup& group = group_of(p);
     if (p.trainable_index >= 0) {
@@ -247,14 +272,6 @@ void ShardedModel::check_identity(const ShardedParameter& p) const {
     refuse("was set to require grad",
            "set requires_grad before fsdp::shard: frozen parameters have no gradient or optimizer space");
   }
-}
-
-std::map<std::string, std::string> ShardedModel::tied_names() const {
-  std::map<std::string, std::string> names;
-  for (const ShardedParameter& p : parameters) {
-    for (const std::string& name : p.tied_names) names[name] = p.name;
-  }
-  return names;
 }
 
 std::string ShardedModel::parameter_name(const PagedStorage& storage, const at::Tensor& tensor) const {

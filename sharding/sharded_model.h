@@ -103,6 +103,9 @@ class ShardedModel {
   // Copies the values of a group's tensors into a flat buffer of its master_dtype, gaps zeroed. REQUIRES that take_over
   // has not run.
   void pack(const FlatGroup& group, std::byte* flat) const;
+  // Every parameter of the group was made by fsdp::deferred_init, so that a share can be filled by itself.
+  bool is_deferred(const FlatGroup& group) const;
+  void fill_share(const FlatGroup& group, std::byte* share) const;
   // Makes the module's tensors views of the groups' storages and hooks the trainable ones.
   void take_over(const std::shared_ptr<GradientHook>& hook);
   // Gives the storages up: every later use of a parameter throws.
@@ -111,7 +114,7 @@ class ShardedModel {
   // Throws InvalidArgument by name if a parameter is no longer what take_over made it.
   void check_identity() const;
   void check_identity(const ShardedParameter& p) const;
-  std::map<std::string, std::string> tied_names() const;  // further name -> the name in parameters
+  bool holds(const at::Tensor& tensor) const { return index_of_.count(tensor.unsafeGetTensorImpl()) > 0; }
   const ShardedParameter& parameter_of(const at::Tensor& tensor) const {
     return parameters[index_of_.at(tensor.unsafeGetTensorImpl())];
   }

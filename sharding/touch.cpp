@@ -15,6 +15,7 @@
 
 #include "memory/torch_compat.h"
 #include "memory/torch_storage.h"
+#include "sharding/deferred_init.h"
 
 namespace fsdp {
 namespace {
@@ -27,6 +28,7 @@ struct OperatorTraits {
   std::vector<bool> writes{};  // per argument
   bool adds_in_place = false;  // what autograd does to a gradient that is there already
   bool zeroes = false;         // what zero_grad(false) does to it
+  FillingOperator fills = FillingOperator::kNone;
 };
 
 bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
@@ -88,6 +90,7 @@ OperatorTraits describe(const c10::OperatorHandle& op) {
   }
   traits.adds_in_place = traits.name == "aten::add_" && op.schema().overload_name() == "Tensor";
   traits.zeroes = traits.name == "aten::zero_";
+  traits.fills = filling_operator(traits.name, op.schema().overload_name());
   return traits;
 }
 
@@ -215,6 +218,7 @@ void use_gradient(const OperatorTraits& traits, PagedStorage& gradient, torch::j
 
 void touch_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
+  if (defers_initialisation() && note_down(traits.fills, traits.writes.size(), stack)) return;
   const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   if (traits.treatment == TouchTreatment::kPass) {
     op.redispatchBoxed(below, stack);

@@ -79,7 +79,7 @@ torch::Tensor GPTImpl::forward(const torch::Tensor& bytes) {
 
 torch::Tensor next_byte_loss(GPT& model, const torch::Tensor& windows, Reduction reduction) {
   const auto length = windows.size(1) - 1;
-  const auto logits = model->forward(windows.narrow(1, 0, length).to(torch::kLong));
+  const auto logits = model->forward(windows.narrow(1, 0, length).to(torch::kLong)).to(torch::kFloat);
   const auto targets = windows.narrow(1, 1, length).to(torch::kLong);
   if (reduction == Reduction::kMean) return F::cross_entropy(logits.flatten(0, 1), targets.flatten());
   const auto options = F::CrossEntropyFuncOptions().reduction(torch::kNone);

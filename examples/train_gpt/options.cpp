@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
 namespace gpt {
@@ -26,7 +27,10 @@ void declare_training(CLI::App& app, Options& o) {
   add(app, "--data", "PATH...", o.data, "Files or folders of text; folders are searched for source code and prose")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->default_str(TRAIN_GPT_DEFAULT_DATA_NAME);
-  add_with_default(app, "--strategy", "NAME", o.strategy, "full_shard: parameters, gradients and optimizer state");
+  add_with_default(app, "--strategy", "NAME", o.strategy,
+                   "What ranks share: full_shard, shard_gradients, shard_optimizer, or replicate nothing");
+  add_with_default(app, "--shard-group", "N", o.shard_group, "Ranks that share one copy; 0 is all of them");
+  add_with_default(app, "--precision", "NAME", o.precision, "fp32, or bf16 with fp32 master weights");
   add_with_default(app, "--layers", "N", o.model.layers, "Transformer blocks; each is one unit of sharding");
   add_with_default(app, "--width", "N", o.model.width, "Width of the residual stream");
   add_with_default(app, "--heads", "N", o.model.heads, "Attention heads; must divide --width");
@@ -67,6 +71,11 @@ void require_at_least(std::string_view flag, std::int64_t value, std::int64_t le
   if (value < least) throw UsageError(fmt::format("{} must be at least {}, got {}", flag, least, value));
 }
 
+void require_one_of(std::string_view flag, std::string_view value, std::initializer_list<std::string_view> known) {
+  if (std::find(known.begin(), known.end(), value) == known.end())
+    throw UsageError(fmt::format("{} {} is not known: expected {}", flag, value, fmt::join(known, ", ")));
+}
+
 void check_counts(const Options& o) {
   require_at_least("--layers", o.model.layers, 1);
   require_at_least("--width", o.model.width, 1);
@@ -80,7 +89,8 @@ void check_counts(const Options& o) {
                                     {"--sample", o.sample},
                                     {"--seed", o.seed},
                                     {"--threads", o.threads},
-                                    {"--prefetch", o.prefetch}}) {
+                                    {"--prefetch", o.prefetch},
+                                    {"--shard-group", o.shard_group}}) {
     require_at_least(flag, value, 0);
   }
   if (o.model.width % o.model.heads != 0) {
@@ -89,8 +99,8 @@ void check_counts(const Options& o) {
                     o.model.heads, o.model.width));
   }
   if (!std::isfinite(o.lr) || o.lr <= 0) throw UsageError(fmt::format("--lr must be positive, got {}", o.lr));
-  if (o.strategy != "full_shard")
-    throw UsageError(fmt::format("--strategy {} is not known: expected full_shard", o.strategy));
+  require_one_of("--strategy", o.strategy, {"full_shard", "shard_gradients", "shard_optimizer", "replicate"});
+  require_one_of("--precision", o.precision, {"fp32", "bf16"});
 }
 
 bool holds_checkpoint(const fs::path& folder) {

@@ -20,7 +20,8 @@ class UsageError : public std::runtime_error {
 
 struct Options {
   std::vector<std::filesystem::path> data;  // default: the headers of the LibTorch this was built against
-  std::string strategy = "full_shard";
+  std::string strategy = "full_shard", precision = "fp32";
+  int shard_group = 0;  // 0 = all ranks
   Config model;
   std::int64_t batch = 12;      // rows over all ranks
   std::int64_t steps = 1000;    // length of the schedule

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 
 #include <fmt/format.h>
 #include <fsdp/fsdp.h>
@@ -29,8 +30,9 @@ void report_memory(Report& report, const fsdp::Engine& engine, const Summary& su
     return MemoryRow{kind, predicted.*bytes, measured.*bytes, std::nullopt};
   };
   const auto activations = summary.peak_bytes - summary.state_bytes;
-  report.memory({row("parameter shards", &fsdp::MemoryReport::parameter_shard_bytes),
-                 row("gradient shards", &fsdp::MemoryReport::gradient_shard_bytes),
+  report.memory({row("parameters", &fsdp::MemoryReport::parameter_shard_bytes),
+                 row("fp32 masters", &fsdp::MemoryReport::master_bytes),
+                 row("gradients", &fsdp::MemoryReport::gradient_shard_bytes),
                  row("optimizer state", &fsdp::MemoryReport::optimizer_bytes),
                  row("arena for gathered units", &fsdp::MemoryReport::arena_bytes),
                  row("communication", &fsdp::MemoryReport::communication_bytes),
@@ -38,6 +40,18 @@ void report_memory(Report& report, const fsdp::Engine& engine, const Summary& su
                  {"all of these", predicted.total_bytes(), summary.state_bytes, summary.plain_state_bytes},
                  {"activations", std::nullopt, activations, activations},
                  {"total", std::nullopt, summary.peak_bytes, summary.plain_bytes}});
+}
+
+fsdp::ShardOptions shard_options(const Options& options) {
+  const std::map<std::string, fsdp::Strategy> strategies{{"replicate", fsdp::Strategy::kReplicate},
+                                                         {"shard_optimizer", fsdp::Strategy::kShardOptimizer},
+                                                         {"shard_gradients", fsdp::Strategy::kShardGradients},
+                                                         {"full_shard", fsdp::Strategy::kFullShard}};
+  return {.units = fsdp::units<Block>(),
+          .strategy = strategies.at(options.strategy),
+          .shard_group = options.shard_group,
+          .precision = {.param = options.precision == "bf16" ? torch::kBFloat16 : torch::kFloat},
+          .prefetch = options.prefetch};
 }
 
 class ShardedTraining {
@@ -49,7 +63,7 @@ class ShardedTraining {
         corpus_(corpus),
         allocations_(allocations),
         model_(options.model),
-        engine_(fsdp::shard(context, model_, {.units = fsdp::units<Block>(), .prefetch = options.prefetch})) {}
+        engine_(fsdp::shard(context, model_, shard_options(options))) {}
 
   Summary run(Report& report) {
     Summary summary{.world_size = context_.world_size(), .bigram_entropy = corpus_.bigram_entropy()};

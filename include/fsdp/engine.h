@@ -11,7 +11,8 @@
 //
 // What is refused, by name and on the spot: set_ and resize_ of a parameter, torch::load and Module::to after shard()
 // (found at the next step's start), a replaced gradient hook, sparse gradients, raw reads of a parameter that is not
-// resident, and reads of a sharded gradient.
+// resident, and reads of a sharded gradient; parameters that are registered after shard() (found in steps 0, 1, 2, 4, 8, ...
+// and when saving).
 #pragma once
 
 #include <concepts>
@@ -33,6 +34,17 @@ namespace fsdp {
 
 class EngineState;
 struct TorchOptimizer;
+
+// For a frozen base with trained adapters: parameters that do not require grad are neither written nor asked for.
+struct SaveOptions {
+  bool trainable_only = false;
+};
+struct ResumeOptions {
+  bool trainable_only = false;  // as it was saved
+};
+struct LoadOptions {
+  bool trainable_only = false;  // the file holds trainable parameters only; frozen ones stay as they are
+};
 
 // Gradients of backward passes stay local while one lives (and its engine): they accumulate in a whole fp32 buffer per rank, allocated
 // by the engine's first scope and kept. The next backward outside of a scope reduces them along with its own; if none
@@ -115,15 +127,15 @@ class Engine {
 
   // Collective. Writes dir/step-%06d with parameters, optimizer state and this rank's random state; see
   // <fsdp/checkpoint.h>.
-  void save(const std::filesystem::path& dir);
+  void save(const std::filesystem::path& dir, const SaveOptions& options = {});
   // Collective. Loads the newest committed step of dir, saved at any world size; returns its step, or nullopt if there
   // is none. Call after optimizer(). Drops accumulated gradients. A CheckpointError comes on every
   // rank: a foreign checkpoint has changed no value; one found damaged while it is read leaves the model partly loaded.
-  std::optional<std::int64_t> resume(const std::filesystem::path& dir);
+  std::optional<std::int64_t> resume(const std::filesystem::path& dir, const ResumeOptions& options = {});
   // Collective; rank 0 writes one safetensors file, one tensor in memory at a time.
-  void consolidate(const std::filesystem::path& file);
+  void consolidate(const std::filesystem::path& file, const SaveOptions& options = {});
   // Collective. Parameters from one safetensors file, read by each rank for its own ranges.
-  void load_consolidated(const std::filesystem::path& file);
+  void load_consolidated(const std::filesystem::path& file, const LoadOptions& options = {});
 
   // This rank's parts of parameters, then of optimizer state. Borrowed; valid as long as the engine. Tied parameters
   // appear once.
@@ -165,8 +177,9 @@ class Engine {
   std::unique_ptr<EngineState> state_;
 };
 
-// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values are those of
-// rank 0 (the engine broadcasts them), so ranks need not seed alike. Names and identities of the parameter tensors
+// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values of parameters and
+// buffers are those of rank 0 (the engine broadcasts them), so ranks need not seed alike; a module made by deferred_init
+// takes its values from its own seed, each rank its shares only. Names and identities of the parameter tensors
 // stay. Throws InvalidArgument naming the parameter where its storage is shared with something else, overlaps
 // another's, is sparse or on another device, or has a gradient; and where `units` matches nothing. The engine keeps
 // the module alive.

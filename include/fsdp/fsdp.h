@@ -3,6 +3,7 @@
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/context.h>
+#include <fsdp/deferred_init.h>
 #include <fsdp/engine.h>
 #include <fsdp/error.h>
 #include <fsdp/loss_scaler.h>

@@ -35,10 +35,10 @@ TEST(OptionsTest, DefaultsCanBeMeant) {
 
 TEST(OptionsTest, HelpNamesEveryFlag) {
   const auto help = parse({"--help"}).help;
-  for (const char* flag :
-       {"--data",  "--strategy", "--layers",      "--width",      "--heads",   "--context", "--batch",
-        "--steps", "--lr",       "--seed",        "--save-every", "--out",     "--resume",  "--stop-after",
-        "--plain", "--sample",   "--consolidate", "--load",       "--threads", "--prefetch"}) {
+  for (const char* flag : {"--data",        "--strategy", "--shard-group", "--precision",  "--layers", "--width",
+                           "--heads",       "--context",  "--batch",       "--steps",      "--lr",     "--seed",
+                           "--save-every",  "--out",      "--resume",      "--stop-after", "--plain",  "--sample",
+                           "--consolidate", "--load",     "--threads",     "--prefetch"}) {
     EXPECT_THAT(help, HasSubstr(flag));
   }
 }
@@ -79,7 +79,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadLine{{"--sample", "-1"}, "--sample", "at least 0"}, BadLine{{"--seed", "-1"}, "--seed", "at least 0"},
         BadLine{{"--prefetch", "-1"}, "--prefetch", "at least 0"}, BadLine{{"--lr", "nan"}, "--lr", "positive"},
         BadLine{{"--width", "100", "--heads", "3"}, "--heads 3 does not divide --width 100", "multiple"},
-        BadLine{{"--strategy", "ddp"}, "--strategy ddp", "full_shard"}, BadLine{{"--resume"}, "--resume", "--out"},
+        BadLine{{"--strategy", "ddp"}, "--strategy ddp", "full_shard"},
+        BadLine{{"--precision", "fp8"}, "--precision fp8", "bf16"},
+        BadLine{{"--shard-group", "-1"}, "--shard-group", "at least 0"}, BadLine{{"--resume"}, "--resume", "--out"},
         BadLine{{"--plain", "--out", "x"}, "--plain", "--out"},
         BadLine{{"--load", "nowhere.safetensors"}, "nowhere.safetensors", "--consolidate"},
         BadLine{{"--resume", "--out", "nowhere"}, "nowhere", "start without --resume"},

@@ -77,6 +77,16 @@ class Training(InFolder):
         self.assertEqual(len(read_back["sample"]), 20)
         self.assertFalse([line for line in text.splitlines() if not line.startswith("[r0]")], "only rank 0 speaks")
 
+    def test_gives_the_same_figures_whatever_ranks_share(self):
+        whole, _ = self.train(2, *TRAINING, "--threads", 1)
+        for strategy in ("shard_gradients", "shard_optimizer", "replicate"):
+            other, _ = self.train(2, *TRAINING, "--threads", 1, "--strategy", strategy)
+            self.assertEqual(other["held_out_after"], whole["held_out_after"], strategy)
+        hybrid, _ = self.train(2, *TRAINING, "--threads", 1, "--shard-group", 1)
+        self.assertEqual(hybrid["held_out_after"], whole["held_out_after"])
+        half, _ = self.train(2, *TRAINING, "--threads", 1, "--precision", "bf16")
+        self.assertAlmostEqual(half["held_out_after"], whole["held_out_after"], delta=0.02)
+
     def test_gives_the_figures_of_plain_libtorch_on_one_rank(self):
         sharded, _ = self.train(1, *TRAINING, "--threads", 1)
         plain, _ = self.train(1, *TRAINING, "--threads", 1, "--plain")
