@@ -1,6 +1,6 @@
 // What the engine itself costs per unit and per parameter: models of many tiny units, of which a step is next to no
-// arithmetic, sharded over one rank against the same step in plain LibTorch. Time and instructions of the whole process, the
-// engine's own thread included, in blocks that alternate as A B B A.
+// arithmetic, sharded over one rank against the same step in plain LibTorch. Time and instructions of the whole
+// process, the engine's own thread included, in blocks that alternate as A B B A.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Random numbers keyed by (seed, draw, element): any range of a draw can be made by itself, on any rank. The generator is
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11). No torch.
+// Random numbers keyed by (seed, draw, element): any range of a draw can be made by itself, on any rank. The generator
+// is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11). No torch.
 #pragma once
 
 #include <array>

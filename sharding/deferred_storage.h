@@ -1,9 +1,10 @@
 // A tensor that has notes of how it is to be filled, and memory only while an operator reads it.
 //
 // NOTE [Deferred tensors]
-// Such a tensor carries the touch key, so that the dispatcher's fallback sees each of its uses. Operators that fill it are
-// noted down (fills over all of it make the notes before pointless); others find it filled, and one that writes leaves
-// it written: then its memory stays. Values depend on (seed, draw, element) alone, so a range can be made by itself.
+// Such a tensor carries the touch key, so that the dispatcher's fallback sees each of its uses.
+// Operators that fill it are noted down (fills over all of it make the notes before pointless); others find it filled,
+// and one that writes leaves it written: then its memory stays. Values depend on (seed, draw, element) alone, so a
+// range can be made by itself.
 #pragma once
 
 #include <memory>

@@ -42,14 +42,14 @@ struct EngineCore {
   std::byte* master_shard(const FlatGroup& group) const {
     return group.has_master() ? masters->local().data() + group.master_offset : parameter_shard(group);
   }
-  // Puts a parameter's elements together from the owners of its shares, in memory order: `source` is one of the segments
-  // below, share 0 of the group at `offset` and the next ones `stride` bytes further.
+  // Puts a parameter's elements together from the owners of its shares, in memory order: `source` is one of the
+  // segments below, share 0 of the group at `offset` and the next ones `stride` bytes further.
   void read_whole(const ShardedParameter& p, const Segment& source, std::size_t offset, std::size_t stride, DType dtype,
                   std::byte* output) const;
   // The mean gradient, of the gradient's type. REQUIRES that every rank has settled.
   at::Tensor whole_gradient(const ShardedParameter& p) const;
-  // The elements of a parameter's share that this rank sums, as offsets in the share. The owners of a share hold the same
-  // gradients: each counts its own part.
+  // The elements of a parameter's share that this rank sums, as offsets in the share. The owners of a share hold the
+  // same gradients: each counts its own part.
   ElementRange summed_here(const ShardedParameter& p) const;
   // Rounds the master into the parameters, where there is one.
   void refresh_parameters(const FlatGroup& group) const;

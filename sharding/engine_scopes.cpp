@@ -46,6 +46,7 @@ void EngineState::swap_averages(std::string_view operation) {
     lock.unlock();
     core_.communicator().barrier();  // no rank gathers the former values any more
     average_->swap();
+    for (const ShardedParameter& p : core_.model.parameters) bump_version(p.tensor);  // kept graphs saved other values
     core_.communicator().barrier();
   });
 }
@@ -58,17 +59,24 @@ OperatorUse EngineState::use_of_all(std::vector<PagedStorage*>& storages, bool w
 void EngineState::begin_summon(const SummonOptions& options) {
   guarded("Engine::summon", [&] {
     if (summoned_) throw InvalidArgument("Engine::summon: expected no open scope, got a second; close the first");
+    refuse_within_scopes("Engine::summon");
     std::vector<int> units(core_.model.units.size());
     std::iota(units.begin(), units.end(), 0);
     std::unique_lock lock(core_.mutex);
     begin_step();
     if (options.gradients) settle(lock, "Engine::summon");
     pager_.pin(lock, units);
-    summoned_ = true;
     lock.unlock();
-    core_.communicator().barrier();  // all have gathered before one writes, and every gradient is complete
+    try {
+      core_.communicator().barrier();  // all have gathered before one writes, and every gradient is complete
+    } catch (...) {
+      lock.lock();
+      pager_.release(units, /*discard=*/true);
+      throw;
+    }
+    summoned_ = true;
     std::vector<PagedStorage*> storages;
-    if (options.writeback) save_shares(use_of_all(storages, /*writes=*/true));
+    save_shares(use_of_all(storages, /*writes=*/true));
     if (!options.gradients) return;
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
@@ -84,23 +92,24 @@ void EngineState::end_summon(const SummonOptions& options) {
   struct Unpin {
     EngineState& engine;
     const std::vector<int>& units;
-    bool wrote;
     ~Unpin() {
       const std::lock_guard lock(engine.core_.mutex);
-      engine.pager_.release(units, /*discard=*/wrote);
-      for (const int unit : units) engine.pager_.free_if_idle(unit);
+      engine.pager_.release(units, /*discard=*/true);  // pointers may have written anything
       engine.summoned_ = false;
     }
-  } const unpin{*this, units, options.writeback};
+  } const unpin{*this, units};
   for (std::size_t i = 0; options.gradients && i < gradients_.size(); ++i) {
     const ShardedParameter& p = core_.model.parameters[i];
     if (!reducer_.used()[i]) continue;
     p.tensor.mutable_grad() = gradients_[i].taken ? p.placeholder : at::Tensor();
   }
-  if (!options.writeback) return;
+  std::vector<PagedStorage*> storages;
+  if (!options.writeback) {
+    restore_shares(use_of_all(storages, /*writes=*/true));
+    return;
+  }
   guarded("Engine::summon", [&] {
     core_.communicator().barrier();  // no rank still reads shares for its own scope
-    std::vector<PagedStorage*> storages;
     write_back(use_of_all(storages, /*writes=*/true));
   });
 }

@@ -72,29 +72,31 @@ EngineState::~EngineState() {
   core_.model.release();
 }
 
-// Each rank takes its shares from what rank 0 packed, or fills them by itself where there is nothing to pack.
+// Each rank takes its pieces of rank 0's tensors, one tensor at a time; a deferred one it fills by itself.
 void EngineState::broadcast_parameters() {
   Communicator& communicator = core_.communicator();
   std::size_t largest = 0;
-  for (const FlatGroup& group : core_.model.groups) {
-    if (!core_.model.is_deferred(group))
-      largest = std::max(largest, bytes_of(group.layout->numel(), group.master_dtype));
+  for (const ShardedParameter& p : core_.model.parameters) {
+    if (DeferredStorage::of(p.tensor) == nullptr) largest = std::max(largest, p.tensor.nbytes());
   }
-  const std::unique_ptr<Segment> packed = communicator.allocate(largest);
-  for (const FlatGroup& group : core_.model.groups) {
-    if (core_.model.is_deferred(group)) {
-      core_.model.fill_share(group, core_.master_shard(group));
-      core_.refresh_parameters(group);
+  const std::unique_ptr<Segment> whole = communicator.allocate(largest);
+  for (const ShardedParameter& p : core_.model.parameters) {
+    const FlatGroup& group = core_.model.group_of(p);
+    const DType dtype = group.master_dtype;
+    std::byte* piece = core_.master_shard(group) + bytes_of(p.piece.shard_offset, dtype);
+    if (const DeferredStorage* deferred = DeferredStorage::of(p.tensor)) {
+      deferred->fill(p.piece.begin, p.piece.numel(), piece);
       continue;
     }
-    if (context().is_main()) core_.model.pack(group, packed->local().data());
+    // Dense and not overlapping, so the elements lie side by side whatever the strides.
+    if (context().is_main() && p.tensor.numel() > 0)
+      std::memcpy(whole->local().data(), p.tensor.const_data_ptr(), p.tensor.nbytes());
     communicator.barrier();
-    const std::size_t bytes = bytes_of(group.layout->shard_numel(), group.master_dtype);
-    const auto share = static_cast<std::size_t>(core_.model.unit_of(group).mesh.share());
-    communicator.read(*packed, /*rank=*/0, share * bytes, {core_.master_shard(group), bytes});
-    core_.refresh_parameters(group);
+    communicator.read(*whole, /*rank=*/0, bytes_of(p.piece.begin, dtype), {piece, bytes_of(p.piece.numel(), dtype)});
     communicator.barrier();
   }
+  refresh_parameters();
+  communicator.barrier();  // no rank gathers from one that has not filled its shares
 }
 
 // Running statistics and the like: whole on every rank, and rank 0's at the start.
@@ -122,8 +124,8 @@ void EngineState::check_nothing_was_added() const {
   }
 }
 
-std::vector<int> EngineState::units_of(const OperatorUse& use) const {
-  std::vector<int> units;
+EngineState::UnitList EngineState::units_of(const OperatorUse& use) const {
+  UnitList units;
   for (const PagedStorage* storage : use.storages) {
     const int unit = core_.model.groups[static_cast<std::size_t>(storage->index())].unit;
     if (!contains(units, unit)) units.push_back(unit);
@@ -145,14 +147,15 @@ void EngineState::begin_step() {
 }
 
 // NOTE [Writes to parameters]
-// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective: all ranks gather the old
-// values, all write their resident copy, then the owners of each element take the new value of the first of them, or,
-// where that one has changed nothing, of the lowest rank that has (max_norm scales the rows that a rank looks up,
-// whoever owns them). The resident copies are dropped: ranks may have written different values (random initialisation), and the
-// shards decide. Where a unit keeps its parameters the operator has overwritten this rank's own share, too, which is
-// therefore saved before.
+
+// An operator that writes a parameter (init, copy_, _foreach_*, max_norm) is a collective:
+// all ranks gather the old values, all write their resident copy, then the owners of each element take the new value of
+// the first of them, or, where that one has changed nothing, of the lowest rank that has (max_norm scales the rows that
+// a rank looks up, whoever owns them). The resident copies are dropped: ranks may have written different values (random
+// initialisation), and the shards decide. Where a unit keeps its parameters the operator has overwritten this rank's
+// own share, too, which is therefore saved before.
 void EngineState::acquire(const OperatorUse& use) {
-  const std::vector<int> units = units_of(use);
+  const UnitList units = units_of(use);
   {
     std::unique_lock lock(core_.mutex);
     begin_step();
@@ -170,10 +173,10 @@ void EngineState::acquire(const OperatorUse& use) {
 }
 
 void EngineState::release(const OperatorUse& use, bool completed) {
-  const std::vector<int> units = units_of(use);
+  const UnitList units = units_of(use);
   struct Unpin {
     EngineState& engine;
-    const std::vector<int>& units;
+    std::span<const int> units;
     bool wrote;
     ~Unpin() {
       const std::lock_guard lock(engine.core_.mutex);
@@ -315,7 +318,8 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
   if (summoned_) refuse("the gradient of a backward within Engine::summon", "run backward outside of the scope");
   slot.taken = true;
   slot.cleared = false;
-  reducer_.take(lock, static_cast<int>(index), std::move(gradient), restarts);
+  // What autograd adds to a gradient that is there may be the user's own tensor.
+  reducer_.take(lock, static_cast<int>(index), std::move(gradient), restarts, /*is_borrowed=*/was_placeholder);
 }
 
 Optimizer EngineState::make_optimizer(OptimizerOptions options) {
@@ -359,6 +363,8 @@ void EngineState::attempt(const std::function<void()>& body) {
     throw;
   } catch (const std::exception& error) {
     fail_step(error.what());
+  } catch (...) {
+    fail_step("an exception that is no std::exception");
   }
 }
 
@@ -375,6 +381,7 @@ void EngineState::fail_step(const std::string& reason) {
 at::Tensor EngineState::weigh(const at::Tensor& mean_loss, double samples) {
   if (!(samples >= 0 && std::isfinite(samples)))
     throw InvalidArgument(fmt::format("Engine::weigh: expected samples of at least 0, got {}", samples));
+  if (!mean_loss.requires_grad()) return mean_loss.mul(samples);  // of an evaluation
   const std::lock_guard lock(core_.mutex);
   samples_.samples += samples;
   samples_.weighed = true;
@@ -386,6 +393,7 @@ void EngineState::refuse_within_scopes(std::string_view operation) const {
     throw InvalidArgument(
         fmt::format("{}: within Engine::use_ema the parameters are their averages; close the scope first", operation));
   }
+  if (summoned_) throw InvalidArgument(fmt::format("{}: within Engine::summon; close the scope first", operation));
 }
 
 StepResult EngineState::step(const StepOptions& options) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/SmallVector.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/engine.h>
@@ -76,7 +77,8 @@ class EngineState final : public StorageOwner {
     at::Tensor delivered;  // autograd added this to the placeholder; the hook comes next
   };
 
-  std::vector<int> units_of(const OperatorUse& use) const;
+  using UnitList = c10::SmallVector<int, 4>;  // an operator rarely touches more
+  UnitList units_of(const OperatorUse& use) const;
   void begin_step();
   void save_shares(const OperatorUse& use);
   void restore_shares(const OperatorUse& use);

@@ -21,8 +21,9 @@ struct GradientSummary {
   double weight = 1;
 };
 
-// Collective; the same bits on every rank. `squares` are those that the reductions took, which is all that p = 2 needs; any
-// other norm reads the gradients once more. Throws InvalidArgument where some ranks weigh their losses and others do not.
+// Collective; the same bits on every rank. `squares` are those that the reductions took, which is all that p = 2 needs;
+// any other norm reads the gradients once more. Throws InvalidArgument where some ranks weigh their losses and others
+// do not.
 GradientSummary summarize_gradients(const EngineCore& core, const std::vector<bool>& used,
                                     const std::vector<double>& squares, double p, const SampleCount& own);
 

@@ -25,7 +25,8 @@ GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
       used_(core.model.parameters.size()),
       squares_(used_.size()) {}
 
-void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts) {
+void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts,
+                           bool is_borrowed) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
   const bool keeps = core_.unit(p.unit).policy.keeps_gradients;
   UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
@@ -37,12 +38,15 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
     add_locally(p, gradient, restarts);
     if (!arrived.ends) return;
     if (arrived.frees_unit) pager_.free_if_idle(p.unit);
-    if (no_sync_ == 0 && (arrived.last || !keeps)) publish(std::move(rounds.local));
+    // Behind a round that waits for a slot it waits, too: what the user has cleared is cleared in the order of rounds.
+    if (no_sync_ == 0 && (arrived.last || !keeps) && rounds.pending == 0) publish(std::move(rounds.local));
     return;
   }
   Round& round = open_round(p.unit);
   held_bytes_ += gradient.nbytes();
-  round.held[static_cast<std::size_t>(p.trainable_index)] = std::move(gradient);
+  const bool packs_now = (arrived.packs || arrived.ends) && round.slot != kNoSlot;
+  round.held[static_cast<std::size_t>(p.trainable_index)] = is_borrowed && !packs_now ? gradient.clone()
+                                                                                      : std::move(gradient);
   if (restarts) round.restarts.push_back(parameter);
   if (arrived.ends) {
     end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
@@ -180,7 +184,7 @@ int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int
 void GradientReducer::flush_pending() {
   for (auto next = pending_.begin(); next != pending_.end();) {
     Round& waiting = **next;
-    if (core_.unit(waiting.unit).policy.keeps_gradients) {
+    if (core_.unit(waiting.unit).policy.keeps_gradients || waiting.local) {
       ++next;
       continue;
     }
@@ -201,6 +205,12 @@ GradientReducer::Buffer GradientReducer::buffer_at(int rank, std::uint64_t locat
   if (location == kLocal) {
     const Segment& segment = core_.model.unit_of(group).policy.keeps_gradients ? *core_.gradients : *local_;
     return {segment.peer(rank).data() + group.local_offset, group.gradient_dtype()};
+  }
+  const UnitLayout& unit = core_.model.unit_of(group);
+  // What came late for a unit that keeps its gradients has been added up as wide as those.
+  if ((location & kInOverflow) != 0 && unit.policy.keeps_gradients) {
+    return {overflow_->peer(rank).data() + (location & ~kInOverflow) + group.local_offset - unit.local_offset,
+            group.gradient_dtype()};
   }
   const Segment& segment = (location & kInOverflow) != 0 ? *overflow_ : core_.slots.segment();
   return {segment.peer(rank).data() + (location & ~kInOverflow) + group.slot_offset, group.reduce_dtype};
@@ -278,6 +288,8 @@ void GradientReducer::begin_generation(Round& round) {
 }
 
 void GradientReducer::publish_absent(int unit) {
+  // The local buffer of such a unit holds the reduced share from now on.
+  units_[static_cast<std::size_t>(unit)].local_is_published |= core_.unit(unit).policy.keeps_gradients;
   auto round = std::make_shared<Round>();
   round->unit = unit;
   begin_generation(*round);

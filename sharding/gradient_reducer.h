@@ -8,10 +8,10 @@
 // gradients share a round depends on the program alone, never on timing.
 //
 // NOTE [Local gradients]
-// Gradients of a unit that keeps them, and those that come within no_sync(), are added as they come, in fp32, to a whole
-// buffer of this rank that peers can read. That buffer is published once: in the last round of the step, if the plan
-// knows it, or in the first round outside of no_sync(); else by the settlement. From then on until the step ends it
-// belongs to the reduction, and what still comes waits, as tensors added up, for the settlement.
+// Gradients of a unit that keeps them, and those that come within no_sync(), are added as they
+// come, in fp32, to a whole buffer of this rank that peers can read. That buffer is published once: in the last round
+// of the step, if the plan knows it, or in the first round outside of no_sync(); else by the settlement. From then on
+// until the step ends it belongs to the reduction, and what still comes waits, as tensors added up, for the settlement.
 #pragma once
 
 #include <cstdint>
@@ -32,16 +32,16 @@ class GradientReducer {
  public:
   GradientReducer(EngineCore& core, Pager& pager);
 
-  // REQUIRES the lock on core.mutex. The gradient of a trainable parameter; `restarts` if the user has
-  // cleared what had accumulated.
-  void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts);
+  // REQUIRES the lock on core.mutex. The gradient of a trainable parameter; `restarts` if the user has cleared what had
+  // accumulated, `is_borrowed` if the tensor may be written by others once this returns.
+  void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts, bool is_borrowed);
 
-  // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank. Afterwards used()[p]
-  // tells whether any rank holds a gradient of parameter p.
+  // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank.
+  // Afterwards used()[p] tells whether any rank holds a gradient of parameter p.
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
   const std::vector<bool>& used() const { return used_; }
-  // Of each parameter, the sum of squares of the elements that this rank has summed: taken by the reduction itself, on the
-  // engine's thread, so that a step's norm costs no pass of its own. Valid after settle().
+  // Of each parameter, the sum of squares of the elements that this rank has summed: taken by the reduction itself, on
+  // the engine's thread, so that a step's norm costs no pass of its own. Valid after settle().
   const std::vector<double>& squares() const { return squares_; }
   // The next settlement throws StepFailed on every rank, after it has reduced what is left.
   void fail(const std::string& reason) { failure_ = reason.empty() ? "unknown error" : reason; }

@@ -46,7 +46,7 @@ std::vector<std::byte> GradientReducer::announce(const Announcement& announcemen
 GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
                                                   const std::vector<bool>& used_here) {
   Announcement mine{{}, core_.step.load(), 0, {}};
-  for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot;
+  for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot && !round->local;
   put_text(mine.operation, operation);
   put_text(mine.failure, std::exchange(failure_, {}));
   const std::vector<std::byte> own = announce(mine, used_here);
@@ -90,7 +90,13 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     if (rounds.open == nullptr && rounds.local == nullptr) continue;
     core_.timeline.cut_round(unit);
     if (rounds.open != nullptr) end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
-    if (rounds.local != nullptr) publish(std::move(rounds.local));
+    if (rounds.local == nullptr) continue;
+    if (rounds.pending == 0) {
+      publish(std::move(rounds.local));
+    } else {
+      ++rounds.pending;
+      pending_.push_back(std::move(rounds.local));
+    }
   }
   flush_pending();
   const auto [generations, overflow_slots, failure, failed_rank] = agree(lock, operation, used_here);

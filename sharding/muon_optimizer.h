@@ -5,8 +5,8 @@
 
 namespace fsdp {
 
-// The matrix nearest to orthogonal, roughly: five Newton-Schulz iterations with the coefficients of Jordan et al. [rows,
-// columns], fp32.
+// The matrix nearest to orthogonal, roughly: five Newton-Schulz iterations with the coefficients of Jordan et al.
+// [rows, columns], fp32.
 at::Tensor orthogonalized(const at::Tensor& matrix);
 
 class MuonOptimizer final : public ShardedOptimizer {

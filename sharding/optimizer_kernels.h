@@ -25,7 +25,8 @@ struct OptimizerSpan {
   std::byte* first = nullptr;   // Adam, AdamW: exp_avg; SGD: momentum_buffer
   std::byte* second = nullptr;  // Adam, AdamW: exp_avg_sq
   std::int64_t numel = 0;
-  // The updated parameter is written here, too, rounded to nearest even; kBFloat16 or kFloat16 beside fp32. May be null.
+  // The updated parameter is written here, too, rounded to nearest even; kBFloat16 or kFloat16 beside fp32. May be
+  // null.
   std::byte* rounded = nullptr;
   DType rounded_dtype = DType::kBFloat16;
 };

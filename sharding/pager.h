@@ -33,7 +33,8 @@ class Pager {
 
   // Frees a unit unless it is pinned or to be kept; a gather under way is dropped when it ends.
   void free_if_idle(int unit);
-  // Frees all units whose bytes a change of the shards makes stale; waits for gathers under way. Throws InvalidArgument if one is pinned.
+  // Frees all units whose bytes a change of the shards makes stale; waits for gathers under way. Throws InvalidArgument
+  // if one is pinned.
   void free_all(std::unique_lock<std::mutex>& lock);
 
   // Between the two, units that are touched stay. May nest.

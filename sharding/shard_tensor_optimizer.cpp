@@ -1,5 +1,6 @@
 #include "sharding/shard_tensor_optimizer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
@@ -98,7 +99,9 @@ ShardTensorOptimizer::ShardTensorOptimizer(EngineCore& core, TorchOptimizer opti
         "an element-wise optimizer, or fsdp::Muon for whole matrices");
   }
   for (auto& group : optimizer_->param_groups()) group_lrs_.push_back(group.options().get_lr());
-  lr_ = group_lrs_.empty() ? 0 : group_lrs_.front();
+  lr_ = group_lrs_.empty() ? 0 : *std::max_element(group_lrs_.begin(), group_lrs_.end());
+  made_lr_ = lr_;
+  steps_.resize(shards_.size());
   make_states();
 }
 
@@ -118,13 +121,14 @@ void ShardTensorOptimizer::prepare(const std::vector<bool>& used, const StepSett
     at::Tensor& grad = shards_[s].tensor.mutable_grad();
     grad.reset();
     if (!used[parameters_[s]]) continue;
+    ++steps_[s];
     grad = gradients_[s];
     if (settings.gradient.scale != 1) grad.mul_(settings.gradient.scale);
     if (std::isfinite(settings.gradient.limit)) grad.clamp_(-settings.gradient.limit, settings.gradient.limit);
   }
   auto& groups = optimizer_->param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const double relative = group_lrs_.front() != 0 ? group_lrs_[g] / group_lrs_.front() : 1;
+    const double relative = made_lr_ != 0 ? group_lrs_[g] / made_lr_ : 1;
     groups[g].options().set_lr(lr_ * relative * settings.lr_factor);
   }
   optimizer_->step();
@@ -220,16 +224,13 @@ void ShardTensorOptimizer::append_views(std::vector<ShardView>& views) const {
 }
 
 std::int64_t ShardTensorOptimizer::steps_of(std::size_t parameter) const {
-  std::int64_t steps = 0;
-  const ParameterShard& shard = shards_[static_cast<std::size_t>(shard_of_[parameter])];
-  const auto found = optimizer_->state().find(shard.tensor.unsafeGetTensorImpl());
-  if (found != optimizer_->state().end())
-    visit_steps(found->second.get(), [&](const auto& state) { steps = state.step(); });
-  return steps;
+  return steps_[static_cast<std::size_t>(shard_of_[parameter])];
 }
 
 void ShardTensorOptimizer::set_steps_of(std::size_t parameter, std::int64_t steps) {
-  const ParameterShard& shard = shards_[static_cast<std::size_t>(shard_of_[parameter])];
+  const auto index = static_cast<std::size_t>(shard_of_[parameter]);
+  const ParameterShard& shard = shards_[index];
+  steps_[index] = steps;
   const auto found = optimizer_->state().find(shard.tensor.unsafeGetTensorImpl());
   if (found != optimizer_->state().end()) visit_steps(found->second.get(), [&](auto& state) { state.step(steps); });
 }

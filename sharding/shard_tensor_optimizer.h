@@ -32,7 +32,9 @@ class ShardTensorOptimizer final : public ShardedOptimizer {
   std::vector<int> shard_of_;            // by parameter, -1 = frozen
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   double lr_ = 0;
-  std::vector<double> group_lrs_;  // as the user made them, beside lr_
+  double made_lr_ = 0;             // the largest of the groups, as the user made them; lr_ moves them all in proportion
+  std::vector<double> group_lrs_;  // as the user made them
+  std::vector<std::int64_t> steps_;  // updates of each shard; LibTorch's SGD counts none
 };
 
 }  // namespace fsdp

@@ -1,7 +1,6 @@
 #include "sharding/sharded_model.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <utility>
 
@@ -140,8 +139,10 @@ void ShardedModel::lay_out(UnitLayout& unit) {
     needs_slots |= group.trainable && !unit.policy.keeps_gradients;
   }
   unit.parameter_offset = parameter_bytes;
+  std::size_t& local_end = unit.policy.keeps_gradients ? gradient_bytes : local_bytes;
+  unit.local_offset = local_end;
   for (const int index : unit.groups) place(groups[static_cast<std::size_t>(index)], unit);
-  largest_unit_bytes = std::max(largest_unit_bytes, unit.bytes);
+  largest_unit_bytes = std::max({largest_unit_bytes, unit.bytes, local_end - unit.local_offset});
   if (needs_slots) slot_bytes = std::max(slot_bytes, unit.bytes);
 }
 
@@ -185,37 +186,6 @@ void ShardedModel::make_storages(StorageOwner* owner) {
         fmt::format("gradients are sharded: this rank holds a part of the gradient of {} only; clip and step through "
                     "fsdp::Optimizer::step, read gradients through fsdp::Engine::gradient_views",
                     p.name));
-  }
-}
-
-void ShardedModel::pack(const FlatGroup& group, std::byte* flat) const {
-  const at::NoGradGuard no_grad;
-  const DType dtype = group.master_dtype;
-  for (const ElementRange& gap : group.layout->gaps())
-    std::memset(flat + bytes_of(gap.offset, dtype), 0, bytes_of(gap.numel, dtype));
-  for (const int index : group.parameters) {
-    const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
-    const std::int64_t offset = group.layout->parameters()[p.index_in_group].offset;
-    if (const DeferredStorage* deferred = DeferredStorage::of(p.tensor)) {
-      deferred->fill(0, p.tensor.numel(), flat + bytes_of(offset, dtype));
-      continue;
-    }
-    // Dense and not overlapping, so the elements lie side by side whatever the strides.
-    std::memcpy(flat + bytes_of(offset, dtype), p.tensor.const_data_ptr(), p.tensor.nbytes());
-  }
-}
-
-bool ShardedModel::is_deferred(const FlatGroup& group) const {
-  return std::all_of(group.parameters.begin(), group.parameters.end(), [this](int index) {
-    return DeferredStorage::of(parameters[static_cast<std::size_t>(index)].tensor) != nullptr;
-  });
-}
-
-void ShardedModel::fill_share(const FlatGroup& group, std::byte* share) const {
-  for (const int index : group.parameters) {
-    const ShardedParameter& p = parameters[static_cast<std::size_t>(index)];
-    DeferredStorage::of(p.tensor)->fill(p.piece.begin, p.piece.numel(),
-                                        share + bytes_of(p.piece.shard_offset, group.master_dtype));
   }
 }
 

@@ -78,6 +78,7 @@ struct UnitLayout {
   std::vector<int> trainable;        // parameter indices
   std::size_t bytes = 0;             // of the flat buffers of all groups
   std::size_t parameter_offset = 0;  // of these in the parameter segment, where the unit keeps its parameters
+  std::size_t local_offset = 0;      // of its gradients in the segment where they accumulate locally
 };
 
 class ShardedModel {
@@ -100,12 +101,6 @@ class ShardedModel {
   const UnitLayout& unit_of(const FlatGroup& group) const { return units[static_cast<std::size_t>(group.unit)]; }
   const FlatGroup& group_of(const ShardedParameter& p) const { return groups[static_cast<std::size_t>(p.group)]; }
 
-  // Copies the values of a group's tensors into a flat buffer of its master_dtype, gaps zeroed. REQUIRES that take_over
-  // has not run.
-  void pack(const FlatGroup& group, std::byte* flat) const;
-  // Every parameter of the group was made by fsdp::deferred_init, so that a share can be filled by itself.
-  bool is_deferred(const FlatGroup& group) const;
-  void fill_share(const FlatGroup& group, std::byte* share) const;
   // Makes the module's tensors views of the groups' storages and hooks the trainable ones.
   void take_over(const std::shared_ptr<GradientHook>& hook);
   // Gives the storages up: every later use of a parameter throws.

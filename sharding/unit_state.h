@@ -24,7 +24,8 @@ enum class GradientState {
 std::string_view name_of(ParameterState state);
 std::string_view name_of(GradientState state);
 
-// Sets `state` to `next`. Throws std::logic_error (a fault of the engine, not of its caller) naming the unit and both states where the table above has no such arrow.
+// Sets `state` to `next`. Throws std::logic_error (a fault of the engine, not of its caller) naming the unit and both
+// states where the table above has no such arrow.
 void move_to(ParameterState& state, ParameterState next, std::string_view unit);
 void move_to(GradientState& state, GradientState next, std::string_view unit);
 

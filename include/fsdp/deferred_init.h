@@ -11,12 +11,12 @@ class Module;
 
 namespace fsdp {
 
-// While one lives, on its thread: empty, zeros, ones, full, rand and randn of at least 64 KiB make tensors without memory,
-// and uniform_, normal_, fill_ and zero_ on them (or on contiguous parts of them) are noted down. Smaller tensors are
-// made as ever. All random numbers drawn by these operators, of tensors of any size, are keyed by (seed, number of the
-// draw, element): the same whatever the number of ranks, and not those of LibTorch's generator. Any other operator works,
-// too: it fills what it reads for as long as it runs; one that writes leaves the tensor with memory of its own. Reading
-// such a tensor by raw pointer throws. Does not nest.
+// While one lives, on its thread: empty, zeros, ones, full, rand and randn of at least 64 KiB make tensors without
+// memory, and uniform_, normal_, fill_ and zero_ on them (or on contiguous parts of them) are noted down. Smaller
+// tensors are made as ever. All random numbers drawn by these operators, of tensors of any size, are keyed by (seed,
+// number of the draw, element): the same whatever the number of ranks, and not those of LibTorch's generator. Any other
+// operator works, too: it fills what it reads for as long as it runs; one that writes leaves the tensor with memory of
+// its own. Reading such a tensor by raw pointer throws. Does not nest.
 class DeferredInitScope {
  public:
   explicit DeferredInitScope(std::uint64_t seed);

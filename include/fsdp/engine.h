@@ -11,8 +11,8 @@
 //
 // What is refused, by name and on the spot: set_ and resize_ of a parameter, torch::load and Module::to after shard()
 // (found at the next step's start), a replaced gradient hook, sparse gradients, raw reads of a parameter that is not
-// resident, and reads of a sharded gradient; parameters that are registered after shard() (found in steps 0, 1, 2, 4, 8, ...
-// and when saving).
+// resident, and reads of a sharded gradient; parameters that are registered after shard() (found in steps 0, 1, 2, 4,
+// 8, ... and when saving).
 #pragma once
 
 #include <concepts>
@@ -46,10 +46,10 @@ struct LoadOptions {
   bool trainable_only = false;  // the file holds trainable parameters only; frozen ones stay as they are
 };
 
-// Gradients of backward passes stay local while one lives (and its engine): they accumulate in a whole fp32 buffer per rank, allocated
-// by the engine's first scope and kept. The next backward outside of a scope reduces them along with its own; if none
-// comes, Optimizer::step does. A unit is reduced so once a step: what comes for it within a scope after that is reduced as
-// if there were none.
+// Gradients of backward passes stay local while one lives (and its engine): they accumulate in a whole fp32 buffer per
+// rank, allocated by the engine's first scope and kept. The next backward outside of a scope reduces them along with
+// its own; if none comes, Optimizer::step does. A unit is reduced so once a step: what comes for it within a scope
+// after that is reduced as if there were none.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(EngineState& engine);  // collective where it is the engine's first
@@ -61,8 +61,8 @@ class [[nodiscard]] NoSync {
   EngineState* engine_;
 };
 
-// Nothing is freed while one lives: every unit that is touched stays gathered, beyond the arena in memory taken for it. For
-// generation, where forwards follow each other and their number may differ between ranks.
+// Nothing is freed while one lives: every unit that is touched stays gathered, beyond the arena in memory taken for it.
+// For generation, where forwards follow each other and their number may differ between ranks.
 class [[nodiscard]] KeepGathered {
  public:
   explicit KeepGathered(EngineState& engine);
@@ -97,8 +97,8 @@ class [[nodiscard]] Summoned {
   SummonOptions options_;
 };
 
-// While one lives the parameters are their averages (Engine::keep_ema). Opening and closing are collective; no step, save
-// or resume meanwhile.
+// While one lives the parameters are their averages (Engine::keep_ema). Opening and closing are collective; no step,
+// save or resume meanwhile.
 class [[nodiscard]] AveragedWeights {
  public:
   explicit AveragedWeights(EngineState& engine);
@@ -145,23 +145,24 @@ class Engine {
   // zero_grad.
   std::vector<ShardView> gradient_views();
 
-  // Keeps an average of the trainable parameters from now on, sharded as they are, in fp32 (fp64 for fp64): updated in the
-  // optimizer's pass, saved and resumed as "ema.<name>". Once, after optimizer() and before resume().
+  // Keeps an average of the trainable parameters from now on, sharded as they are, in fp32 (fp64 for fp64): updated in
+  // the optimizer's pass, saved and resumed as "ema.<name>". Once, after optimizer() and before resume().
   void keep_ema(const Ema& options);
   // Collective.
   AveragedWeights use_ema();
 
   // mean_loss * samples, for ranks and micro-batches of different size: the step's gradient is then
   //   sum(samples * gradient of mean_loss) / sum(samples)
-  // over all ranks and micro-batches since the last step, instead of the mean over ranks and the sum over micro-batches.
-  // A rank that has run out of data calls step() without a backward. Within a step every loss is weighed, or none.
+  // over all ranks and micro-batches since the last step, instead of the mean over ranks and the sum over
+  // micro-batches. A rank that has run out of data calls step() without a backward. Within a step every loss is
+  // weighed, or none.
   at::Tensor weigh(const at::Tensor& mean_loss, double samples);
 
-  // Runs forward, backward and step where ranks may fail by themselves: a bad sample, an allocation. If `body` throws on
-  // any rank, the gradients of this step are dropped on all of them, and StepFailed, which names the first rank that failed
-  // and its error, is thrown from the step (or gradient_views, zero_grad, save) that the others come to, and here. Weights
-  // and optimizer state are those of before; every rank goes on with its next batch. A CommunicationError is none of
-  // these: it ends the job. Collectives other than the engine's may not be in `body` after what can fail.
+  // Runs forward, backward and step where ranks may fail by themselves: a bad sample, an allocation. If `body` throws
+  // on any rank, the gradients of this step are dropped on all of them, and StepFailed, which names the first rank that
+  // failed and its error, is thrown here, and on the others from the step, gradient_views or zero_grad that they come
+  // to. Weights and optimizer state are those of before; every rank goes on with its next batch. A CommunicationError
+  // is none of these: it ends the job. After what can fail, `body` may call no other collective than those three.
   void attempt(const std::function<void()>& body);
 
   NoSync no_sync();
@@ -177,12 +178,12 @@ class Engine {
   std::unique_ptr<EngineState> state_;
 };
 
-// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values of parameters and
-// buffers are those of rank 0 (the engine broadcasts them), so ranks need not seed alike; a module made by deferred_init
-// takes its values from its own seed, each rank its shares only. Names and identities of the parameter tensors
-// stay. Throws InvalidArgument naming the parameter where its storage is shared with something else, overlaps
-// another's, is sparse or on another device, or has a gradient; and where `units` matches nothing. The engine keeps
-// the module alive.
+// Collective. Shards the module's parameters in place; every rank passes the same architecture. Values of parameters
+// and buffers are those of rank 0 (the engine broadcasts them), so ranks need not seed alike; a module made by
+// deferred_init takes its values from its own seed, each rank its shares only. Names and identities of the parameter
+// tensors stay. Throws InvalidArgument naming the parameter where its storage is shared with something else, overlaps
+// another's, is sparse or on another device, or has a gradient; and where `units` matches nothing. The engine keeps the
+// module alive.
 Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, const ShardOptions& options = {});
 
 // The same for a module holder (TORCH_MODULE).

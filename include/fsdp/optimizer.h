@@ -1,5 +1,5 @@
-// Optimizers over this rank's flat shards: AdamW, Adam and SGD as one fused pass, Muon on whole matrices; LibTorch's own
-// are in <fsdp/torch_optimizer.h>.
+// Optimizers over this rank's flat shards: AdamW, Adam and SGD as one fused pass, Muon on whole matrices; LibTorch's
+// own are in <fsdp/torch_optimizer.h>.
 #pragma once
 
 #include <array>
@@ -51,10 +51,10 @@ struct SGD {
   ParameterGroups groups{};
 };
 
-// Momentum whose update is made orthogonal (Jordan et al., "Muon", 2024) for matrices, AdamW for all else. An update needs
-// the whole matrix, so each matrix has an owner, a rank: it puts the mean gradient together, keeps the momentum, and the
-// others read the update from it. Owners are chosen so that ranks have equal work. An update is of the shape's scale
-// sqrt(max(1, rows / columns)), with five Newton-Schulz iterations in fp32.
+// Momentum whose update is made orthogonal (Jordan et al., "Muon", 2024) for matrices, AdamW for all else. An update
+// needs the whole matrix, so each matrix has an owner, a rank: it puts the mean gradient together, keeps the momentum,
+// and the others read the update from it. Owners are chosen so that ranks have equal work. An update is of the shape's
+// scale sqrt(max(1, rows / columns)), with five Newton-Schulz iterations in fp32.
 struct Muon {
   double lr = 0.02;
   double momentum = 0.95;

@@ -52,12 +52,13 @@ struct Outputs<std::tuple<Tensors...>> {
 //   x = fsdp::recompute([this](const at::Tensor& h) { return block->forward(h); }, x);
 //
 // The function takes tensors and returns a tensor, a vector or a tuple of tensors; what else it needs it captures, by
-// value where that ends before backward does: the function is kept (copied) until the graph is gone. It may call recompute itself, and it may use any unit of an engine, whose
-// timeline sees the second run as it sees the first. No input need require grad: parameters that the function captures
-// get their gradients all the same. Tensors that it captures are not saved: gradients reach leaves among them only.
-// With gradients off it is a plain call. Backward must be backward(): torch::autograd::grad throws, since a second run
-// accumulates into the parameters it finds. The random state is that of LibTorch's default CPU generator, so a function
-// that draws from it must not run on two thread ranks at once. Inputs changed in place after the call throw in backward.
+// value where that ends before backward does: the function is kept (copied) until the graph is gone. It may call
+// recompute itself, and it may use any unit of an engine, whose timeline sees the second run as it sees the first. No
+// input need require grad: parameters that the function captures get their gradients all the same. Tensors that it
+// captures are not saved: gradients reach leaves among them only. With gradients off it is a plain call. Backward must
+// be backward(): torch::autograd::grad throws, since a second run accumulates into the parameters it finds. The random
+// state is that of LibTorch's default CPU generator, so a function that draws from it must not run on two thread ranks
+// at once. Inputs changed in place after the call throw in backward.
 template <class Function, class... Inputs>
 auto recompute(Function&& function, const Inputs&... inputs) {
   static_assert((std::is_convertible_v<const Inputs&, at::Tensor> && ...), "the inputs of recompute are tensors");

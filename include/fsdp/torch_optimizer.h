@@ -25,8 +25,9 @@ struct ParameterShard {
 struct TorchOptimizer {
   // Called once, by Engine::optimizer; the optimizer may hold the tensors in any parameter groups.
   std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<ParameterShard>& shards)> make{};
-  // For an optimizer that is not LibTorch's: the state that belongs to a shard, tensors of its numel that stay where they
-  // are from `make` on. Names are what checkpoints call them. Left empty, Engine::save throws for such an optimizer.
+  // For an optimizer that is not LibTorch's: the state that belongs to a shard, tensors of its numel that stay where
+  // they are from `make` on. Names are what checkpoints call them. Left empty, Engine::save throws for such an
+  // optimizer.
   std::function<std::vector<std::pair<std::string, at::Tensor>>(torch::optim::Optimizer&, const ParameterShard&)>
       state{};
 };

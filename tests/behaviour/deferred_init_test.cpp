@@ -1,5 +1,5 @@
-// Modules made without memory: the same weights at any number of ranks as materialised in one process, and no whole copy
-// anywhere.
+// Modules made without memory: the same weights at any number of ranks as materialised in one process, and no whole
+// copy anywhere.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,7 +17,8 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kWide = 160;  // a kWide x kWide fp32 weight has more than 64 KiB
 
-// What initialisers do: kaiming and xavier, ones and zeros, a row zeroed, a factory's random values, ones that need values.
+// What initialisers do: kaiming and xavier, ones and zeros, a row zeroed, a factory's random values, ones that need
+// values.
 struct Zoo final : LossModel {
   Zoo() : LossModel("Zoo") {
     embedding = register_module("embedding",

@@ -71,9 +71,10 @@ void PrintTo(const FaultCase& fault, std::ostream* out) {
 
 class CommunicationFaultTest : public ::testing::TestWithParam<FaultCase> {};
 
-// Matching calls that shard() makes before the first step: 2 barriers for each of the three units, one all_gather.
+// Matching calls that shard() makes before the first step: 2 barriers for each of the five parameters and one at the end,
+// one all_gather.
 int calls_of_shard(const std::string& operation) {
-  return operation == "barrier" ? 6 : operation == "all_gather" ? 1 : 0;
+  return operation == "barrier" ? 11 : operation == "all_gather" ? 1 : 0;
 }
 
 // Calls at which it fails; a step makes one barrier, two all_gathers, three reductions and at least three gathers.

@@ -98,7 +98,7 @@ TEST_P(MemoryTest, PeakStaysWithinFivePercentOfTheSumOfItsParts) {
       ranks_options);
 
   const std::size_t batches = ranks * 2 * kBatchPerRank * kWidth * kFloat;
-  segment_bytes -= ranks * kUnitNumel * kFloat;  // from which shard() handed out rank 0's values, and which is gone
+  segment_bytes -= ranks * kWidth * kWidth * kFloat;  // from which shard() handed out rank 0's weights; it is gone
   const std::size_t measured = peak - before + segment_bytes - ranks * activations - batches;
   EXPECT_LE(static_cast<double>(measured), 1.05 * static_cast<double>(allowed))
       << "measured " << measured << ", by hand " << allowed << ", activations of plain LibTorch " << activations

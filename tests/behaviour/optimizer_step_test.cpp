@@ -1,4 +1,5 @@
-// Optimizers, parameter groups, learning rate and gradients that are not finite: the same on every rank and as plain LibTorch does it.
+// Optimizers, parameter groups, learning rate and gradients that are not finite: the same on every rank and as plain
+// LibTorch does it.
 #include <array>
 #include <cmath>
 #include <limits>

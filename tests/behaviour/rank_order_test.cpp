@@ -132,8 +132,8 @@ TEST_P(RankOrderTest, HasTheSameBitsInReplicas) {
   }
 }
 
-// A rank is blocked where the engine cannot see it: it goes on only when its peer's backward is over. The peer waits for
-// buffers to drain, loses patience and takes overflow buffers; the numbers are those of ranks that go together.
+// A rank is blocked where the engine cannot see it: it goes on only when its peer's backward is over. The peer waits
+// for buffers to drain, loses patience and takes overflow buffers; the numbers are those of ranks that go together.
 TEST(BlockedRankTest, CostsItsPeersMemoryAndNeverHangsThem) {
   const OrderCase order{"Rotated", rotated, "thread"};
   Training training = expert_training(order, 2);

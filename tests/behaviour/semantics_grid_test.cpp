@@ -1,6 +1,6 @@
-// Every claimed cell: ranks x strategy x type x accumulation x recomputation, against plain LibTorch on whole batches. In
-// bf16 the reference is the recipe by hand (fp32 masters, 16-bit copies): to the bit on one rank, to bf16's precision on
-// several, and to the bit between cells that differ in recomputation only.
+// Every claimed cell: ranks x strategy x type x accumulation x recomputation, against plain LibTorch on whole batches.
+// In bf16 the reference is the recipe by hand (fp32 masters, 16-bit copies): to the bit on one rank, to bf16's
+// precision on several, and to the bit between cells that differ in recomputation only.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

@@ -189,8 +189,8 @@ INSTANTIATE_TEST_SUITE_P(Grid, FailingTogetherTest,
                                                               Failure::kInBackward, Failure::kBetweenBackwards,
                                                               Failure::kBeforeStep)));
 
-// Numbers that are not finite fail every rank alike, and a step that a peer has given up ends zero_grad and the reading of
-// gradients too.
+// Numbers that are not finite fail every rank alike, and a step that a peer has given up ends zero_grad and the reading
+// of gradients too.
 TEST(FailingTogetherRulesTest, EndsWhateverTheOthersComeTo) {
   run_ranks(3, [](const Context& context) {
     const auto model = in_turn(make_model);

@@ -49,8 +49,9 @@ class MemoryCase : public ::testing::TestWithParam<std::tuple<int, int>> {  // w
       if (record.operation == "allocate") segment_bytes += record.bytes;
     };
     run_ranks(world_size(), body, options);
-    // Without the one that shard() hands out rank 0's values from and frees.
-    const std::size_t of_rank = segment_bytes / static_cast<std::size_t>(world_size()) - kUnitBytes;
+    // Without the one that shard() hands out rank 0's weights from and frees.
+    const std::size_t of_rank = segment_bytes / static_cast<std::size_t>(world_size()) -
+                                kWidth * kWidth * sizeof(float);
     const std::size_t arena = static_cast<std::size_t>(prefetch() + 2) * kUnitBytes;
     EXPECT_GE(of_rank, shards * shard_bytes(world_size()) + arena) << "the measurement has lost something";
     EXPECT_LE(of_rank, shards * shard_bytes(world_size()) + arena + kSlackBytes);

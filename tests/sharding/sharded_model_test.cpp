@@ -172,20 +172,6 @@ TEST(ShardedModelTest, KeepsMastersOfWhatIsComputedInFewerBits) {
                {.param = DType::kBFloat16});
 }
 
-TEST(ShardedModelTest, PacksValuesAndZeroesGaps) {
-  with_sharded(2, [](const Model& model, const ShardedModel& sharded, const Context&) {
-    const FlatGroup& group = sharded.groups[static_cast<std::size_t>(parameter(sharded, "layer.weight").group)];
-    std::vector<float> flat(group.flat_bytes() / sizeof(float), 77);
-    sharded.pack(group, reinterpret_cast<std::byte*>(flat.data()));
-    EXPECT_EQ(flat[0], model.layer->weight[0][0].item<float>());
-    EXPECT_EQ(flat[14], model.layer->weight[2][4].item<float>());
-    EXPECT_EQ(flat[15], 0);
-    EXPECT_EQ(flat[16], model.layer->bias[0].item<float>());
-    EXPECT_EQ(flat[18], model.layer->bias[2].item<float>());
-    for (std::size_t i = 19; i < flat.size(); ++i) EXPECT_EQ(flat[i], 0) << i;
-  });
-}
-
 TEST(ShardedModelTest, TakesTensorsOverWithoutChangingWhatTheyAre) {
   with_sharded(2, [](const Model& model, ShardedModel& sharded, const Context&) {
     const void* identity = model.layer->weight.unsafeGetTensorImpl();
