@@ -190,7 +190,11 @@ class ShardedSession final : public Session {
     engine_.reset();
     model_ = std::move(model);
     const c10::InferenceMode mode(c10::InferenceMode::is_enabled() || scenario_.shard_in_inference_mode);
-    engine_.emplace(shard(context_, model_, {.units = scenario_.units, .prefetch = scenario_.prefetch}));
+    engine_.emplace(shard(context_, model_,
+                          {.units = scenario_.units,
+                           .strategy = scenario_.strategy,
+                           .shard_group = scenario_.shard_group,
+                           .prefetch = scenario_.prefetch}));
     optimizer_.emplace(
         std::visit([this](const auto& options) { return engine_->optimizer(options); }, scenario_.optimizer));
   }
@@ -259,6 +263,37 @@ void expect_equals_reference(const Scenario& scenario, std::initializer_list<int
     SCOPED_TRACE("world size " + std::to_string(world_size));
     expect_same_seen(run_sharded(scenario, world_size), expected);
   }
+}
+
+void expect_equals_reference(const Scenario& scenario, const std::vector<Layout>& layouts) {
+  const Tensors expected = run_plain(scenario);
+  for (const Layout& layout : layouts) {
+    SCOPED_TRACE(name_of(layout));
+    Scenario chosen = scenario;
+    chosen.strategy = layout.strategy;
+    chosen.shard_group = layout.shard_group;
+    expect_same_seen(run_sharded(chosen, layout.world_size), expected);
+  }
+}
+
+std::string name_of(const Layout& layout) {
+  constexpr const char* kNames[] = {"Replicate", "ShardOptimizer", "ShardGradients", "FullShard"};
+  std::string name = kNames[static_cast<int>(layout.strategy)];
+  if (layout.shard_group != 0) name += "InGroupsOf" + std::to_string(layout.shard_group);
+  return name + "On" + std::to_string(layout.world_size);
+}
+
+void PrintTo(const Layout& layout, std::ostream* out) { *out << name_of(layout); }
+
+std::vector<Layout> all_layouts() {
+  std::vector<Layout> layouts;
+  for (const Strategy strategy :
+       {Strategy::kReplicate, Strategy::kShardOptimizer, Strategy::kShardGradients, Strategy::kFullShard}) {
+    for (const int world_size : {1, 2, 3, 4}) layouts.push_back({world_size, strategy});
+    if (strategy == Strategy::kReplicate) continue;
+    layouts.insert(layouts.end(), {{3, strategy, 1}, {4, strategy, 2}});
+  }
+  return layouts;
 }
 
 std::string gradient_name(const std::string& when, const std::string& parameter) {

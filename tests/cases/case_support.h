@@ -6,8 +6,10 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -66,7 +68,20 @@ struct Scenario {
   std::variant<SGD, AdamW> optimizer = SGD{.lr = 0.1};
   int prefetch = 1;
   bool shard_in_inference_mode = false;
+  Strategy strategy = Strategy::kFullShard;
+  int shard_group = 0;
 };
+
+// How many ranks there are, and what each of them holds.
+struct Layout {
+  int world_size = 1;
+  Strategy strategy = Strategy::kFullShard;
+  int shard_group = 0;
+};
+std::string name_of(const Layout& layout);
+void PrintTo(const Layout& layout, std::ostream* out);
+// Each strategy at one to four ranks, and each that shards in replicas of one rank and of two.
+std::vector<Layout> all_layouts();
 
 Tensors run_plain(const Scenario& scenario);
 Tensors run_sharded(const Scenario& scenario, int world_size);
@@ -75,6 +90,8 @@ Tensors run_sharded(const Scenario& scenario, const Context& context);
 // The same names with equal values: to 1e-6 absolute and 1e-5 relative.
 void expect_same_seen(const Tensors& actual, const Tensors& expected);
 void expect_equals_reference(const Scenario& scenario, std::initializer_list<int> world_sizes = {1, 2, 3});
+// With the layout's strategy instead of the scenario's own.
+void expect_equals_reference(const Scenario& scenario, const std::vector<Layout>& layouts);
 
 // Names under which a session records.
 std::string gradient_name(const std::string& when, const std::string& parameter);
