@@ -55,7 +55,7 @@ class InstructionCounter {
 struct TinyUnitImpl final : torch::nn::Module {
   explicit TinyUnitImpl(int count) {
     for (int i = 0; i < count; ++i)
-      parameters.push_back(register_parameter("p" + std::to_string(i), torch::zeros({kNumel})));
+      parameters.push_back(register_parameter(fmt::format("p{}", i), torch::zeros({kNumel})));
   }
   torch::Tensor forward(torch::Tensor x) const {
     for (const torch::Tensor& parameter : parameters) x = x + parameter;
