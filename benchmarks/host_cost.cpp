@@ -12,10 +12,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 #include <fsdp/fsdp.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include "benchmarks/table_reporter.h"
 
@@ -55,13 +58,13 @@ class InstructionCounter {
 struct TinyUnitImpl final : torch::nn::Module {
   explicit TinyUnitImpl(int count) {
     for (int i = 0; i < count; ++i)
-      parameters.push_back(register_parameter(fmt::format("p{}", i), torch::zeros({kNumel})));
+      parameters.push_back(register_parameter(fmt::format("p{}", i), at::zeros({kNumel})));
   }
-  torch::Tensor forward(torch::Tensor x) const {
-    for (const torch::Tensor& parameter : parameters) x = x + parameter;
+  at::Tensor forward(at::Tensor x) const {
+    for (const at::Tensor& parameter : parameters) x = x + parameter;
     return x;
   }
-  std::vector<torch::Tensor> parameters;
+  std::vector<at::Tensor> parameters;
 };
 TORCH_MODULE(TinyUnit);
 
@@ -71,7 +74,7 @@ struct TinyModel final : torch::nn::Module {
     register_module("list", list);
   }
   void run_backward() const {
-    torch::Tensor x = torch::ones({kNumel});
+    at::Tensor x = at::ones({kNumel});
     for (const auto& unit : *list) x = unit->as<TinyUnitImpl>()->forward(x);
     x.sum().backward();
   }
@@ -97,7 +100,7 @@ double median(std::vector<double> values) {
 }
 
 void run(benchmark::State& state, int units, int parameters, fsdp::Strategy strategy) {
-  torch::set_num_threads(1);
+  at::set_num_threads(1);
   const InstructionCounter counter;
   const auto plain = std::make_shared<TinyModel>(units, parameters),
              sharded = std::make_shared<TinyModel>(units, parameters);
@@ -107,8 +110,8 @@ void run(benchmark::State& state, int units, int parameters, fsdp::Strategy stra
   const auto tensors = plain->parameters();
   const auto plain_step = [&] {
     plain->run_backward();
-    const torch::NoGradGuard no_grad;
-    for (const torch::Tensor& tensor : tensors) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& tensor : tensors) {
       tensor.sub_(tensor.grad(), 0.1);
       tensor.mutable_grad().reset();
     }

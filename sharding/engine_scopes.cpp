@@ -7,6 +7,15 @@
 #include "sharding/engine_state.h"
 
 namespace fsdp {
+namespace {
+
+std::vector<int> all_units(const ShardedModel& model) {
+  std::vector<int> units(model.units.size());
+  std::iota(units.begin(), units.end(), 0);
+  return units;
+}
+
+}  // namespace
 
 void EngineState::begin_no_sync() {
   guarded("Engine::no_sync", [&] { reducer_.begin_no_sync(); });
@@ -60,8 +69,7 @@ void EngineState::begin_summon(const SummonOptions& options) {
   guarded("Engine::summon", [&] {
     if (summoned_) throw InvalidArgument("Engine::summon: expected no open scope, got a second; close the first");
     refuse_within_scopes("Engine::summon");
-    std::vector<int> units(core_.model.units.size());
-    std::iota(units.begin(), units.end(), 0);
+    const std::vector<int> units = all_units(core_.model);
     std::unique_lock lock(core_.mutex);
     begin_step();
     if (options.gradients) settle(lock, "Engine::summon");
@@ -87,8 +95,7 @@ void EngineState::begin_summon(const SummonOptions& options) {
 }
 
 void EngineState::end_summon(const SummonOptions& options) {
-  std::vector<int> units(core_.model.units.size());
-  std::iota(units.begin(), units.end(), 0);
+  const std::vector<int> units = all_units(core_.model);
   struct Unpin {
     EngineState& engine;
     const std::vector<int>& units;
@@ -130,7 +137,7 @@ AveragedWeights::~AveragedWeights() {
   try {
     engine_->end_averaged();
   } catch (...) {
-    // Every rank has been told by guarded(); the next collective throws it.
+    // A failure has aborted the group, so the next collective throws it.
   }
 }
 
@@ -144,7 +151,7 @@ Summoned::~Summoned() {
   try {
     close();
   } catch (...) {
-    // Every rank has been told by guarded(); the next collective throws it.
+    // A failure has aborted the group, so the next collective throws it.
   }
 }
 

@@ -61,7 +61,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const at::Tensor& 
   return state;
 }
 
-// The count of updates in a state, or nullptr where the optimizer keeps none.
+// Gives `visit` the state in its own type, where LibTorch counts updates in it.
 template <class Visit>
 void visit_steps(torch::optim::OptimizerParamState* state, const Visit& visit) {
   if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(state)) visit(*adam);
