@@ -49,13 +49,13 @@ FSDP_INLINE SumOf<T> combine(SumOf<T> a, SumOf<T> b) {
   return static_cast<Sum>(a + b);
 }
 
-// The elements [begin, begin + numel) of all inputs, folded in rank order.
+// The elements [begin, begin + numel) of all inputs, folded in rank order; onto what `sum` holds, if it `continues`.
 template <class T, ReduceOp op>
 FSDP_INLINE void fold_block(std::span<const std::byte* const> inputs, std::int64_t begin, std::int64_t numel,
-                            SumOf<T>* sum) {
+                            SumOf<T>* sum, bool continues = false) {
   for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
     const std::byte* input = inputs[rank] ? inputs[rank] + static_cast<std::size_t>(begin) * sizeof(T) : kZeros;
-    if (rank == 0) {
+    if (rank == 0 && !continues) {
       for (std::int64_t i = 0; i < numel; ++i) sum[i] = widen(load<T>(input, i));
     } else {
       for (std::int64_t i = 0; i < numel; ++i) {
@@ -73,12 +73,13 @@ FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
   const auto divisor = static_cast<Quotient>(request.divisor);
   for (std::int64_t begin = 0; begin < request.numel; begin += kBlockNumel) {
     const std::int64_t numel = std::min(kBlockNumel, request.numel - begin);
-    fold_block<T, ReduceOp::kSum>(request.inputs, begin, numel, sum);
+    std::byte* output = request.output + static_cast<std::size_t>(begin) * sizeof(Sum);
+    if (request.in_order) std::memcpy(sum, output, static_cast<std::size_t>(numel) * sizeof(Sum));
+    fold_block<T, ReduceOp::kSum>(request.inputs, begin, numel, sum, request.in_order);
     // Not a multiplication by the inverse: that would round twice.
     if (request.divisor != 1) {
       for (std::int64_t i = 0; i < numel; ++i) sum[i] = static_cast<Sum>(sum[i] / divisor);
     }
-    std::byte* output = request.output + static_cast<std::size_t>(begin) * sizeof(Sum);
     if (request.accumulate) {
       for (std::int64_t i = 0; i < numel; ++i) {
         store(output, i, combine<Sum, ReduceOp::kSum>(load<Sum>(output, i), sum[i]));

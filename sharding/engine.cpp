@@ -1,64 +1,13 @@
 #include <fsdp/engine.h>
 
-#include <functional>
-
 #include <fmt/format.h>
 
 #include <fsdp/error.h>
 
-#include "sharding/deferred_storage.h"
 #include "sharding/engine_state.h"
+#include "sharding/model_agreement.h"
 
 namespace fsdp {
-namespace {
-
-// Ranks with different models or options would agree on nothing that follows.
-void check_same_model(const Context& context, const torch::nn::Module& module, const std::vector<CutUnit>& units,
-                      const std::vector<UnitPolicy>& policies, const ShardOptions& options) {
-  struct Summary {
-    std::uint64_t hash = 0;
-    std::int64_t parameters = 0, numel = 0;
-    bool operator==(const Summary&) const = default;
-  } own;
-  const auto mix = [&own](std::uint64_t value) { own.hash = (own.hash ^ value) * 1099511628211ULL; };
-  mix(static_cast<std::uint64_t>(options.prefetch));
-  for (const UnitPolicy& policy : policies) {
-    mix(static_cast<std::uint64_t>(policy.shares));
-    mix(static_cast<std::uint64_t>(policy.keeps_parameters) * 2 + static_cast<std::uint64_t>(policy.keeps_gradients));
-    mix(static_cast<std::uint64_t>(policy.param) * 16 + static_cast<std::uint64_t>(policy.reduce));
-  }
-  for (const CutUnit& unit : units) {
-    mix(std::hash<std::string>()(unit.name));
-    for (const NamedParameter& p : unit.parameters) {
-      mix(std::hash<std::string>()(p.name));
-      mix(static_cast<std::uint64_t>(p.tensor.scalar_type()) * 2 +
-          static_cast<std::uint64_t>(p.tensor.requires_grad()));
-      for (const std::int64_t size : p.tensor.sizes()) mix(static_cast<std::uint64_t>(size));
-      for (const std::int64_t stride : p.tensor.strides()) mix(static_cast<std::uint64_t>(stride));
-      if (const DeferredStorage* deferred = DeferredStorage::of(p.tensor)) mix(deferred->hash());
-      for (const std::string& name : p.tied_names) mix(std::hash<std::string>()(name));
-      ++own.parameters;
-      own.numel += p.tensor.numel();
-    }
-  }
-  for (const auto& item : module.named_buffers()) {
-    mix(std::hash<std::string>()(item.key()));
-    if (item.value().defined()) mix(static_cast<std::uint64_t>(item.value().nbytes()));
-  }
-  std::vector<Summary> all(static_cast<std::size_t>(context.world_size()));
-  context.communicator().all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-  for (int rank = 1; rank < context.world_size(); ++rank) {
-    const Summary& other = all[static_cast<std::size_t>(rank)];
-    if (other == all[0]) continue;
-    throw InvalidArgument(
-        fmt::format("fsdp::shard: rank {} has another model, other units or other options than rank 0 ({} "
-                    "parameters of {} elements, rank 0 {} of {}); build the same on every rank",
-                    rank, other.parameters, other.numel, all[0].parameters, all[0].numel),
-        rank);
-  }
-}
-
-}  // namespace
 
 Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, const ShardOptions& options) {
   if (module == nullptr) throw InvalidArgument("fsdp::shard: expected a module, got a null pointer");
@@ -67,7 +16,7 @@ Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, 
   }
   std::vector<CutUnit> units = cut_units(*module, options.units);
   const std::vector<UnitPolicy> policies = resolve_policies(units, options, context.world_size());
-  check_same_model(context, *module, units, policies, options);
+  check_same_model(context.communicator(), describe_model(*module, units, policies, options));
   return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), policies, options));
 }
 
@@ -106,7 +55,7 @@ std::int64_t Engine::step() const { return state_->steps(); }
 
 StepResult Optimizer::step(const StepOptions& options) { return engine_->step(options); }
 void Optimizer::zero_grad() { engine_->zero_grad(); }
-void Optimizer::set_lr(double lr) { engine_->optimizer().set_lr(lr); }
+void Optimizer::set_lr(double lr) { engine_->set_lr(lr); }
 double Optimizer::lr() const { return engine_->optimizer().lr(); }
 void Optimizer::set_schedule(Schedule schedule) { engine_->set_schedule(std::move(schedule)); }
 

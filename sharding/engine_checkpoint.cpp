@@ -1,5 +1,6 @@
 // Save, resume, and the consolidated file: the engine's side of <fsdp/checkpoint.h>.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <set>
 
@@ -17,6 +18,7 @@ namespace fsdp {
 namespace {
 
 constexpr const char* kRandomState = "rng";
+constexpr const char* kSetting = "optimizer_setting.";  // the bits of a double
 std::string step_scalar(const std::string& parameter) { return "optimizer_step." + parameter; }
 
 std::vector<std::byte> random_bytes() {
@@ -75,8 +77,10 @@ std::map<std::string, std::string> EngineState::checkpoint_ties(bool trainable_o
 
 void EngineState::save(const std::filesystem::path& dir, const SaveOptions& options) {
   refuse_within_scopes("Engine::save");
+  refuse_half_updated("Engine::save");
   check_nothing_was_added();
   guarded("Engine::save", [&] {
+    meet("Engine::save");
     CheckpointContent content;
     content.step = core_.step;
     content.views = checkpoint_views(options.trainable_only);
@@ -88,6 +92,11 @@ void EngineState::save(const std::filesystem::path& dir, const SaveOptions& opti
       const ShardedParameter& p = core_.model.parameters[i];
       if (optimizer_ != nullptr && p.trainable_index >= 0)
         content.scalars[step_scalar(p.name)] = optimizer_->steps_of(i);
+    }
+    if (optimizer_ != nullptr) {
+      optimizer_->visit_settings([&](const std::string& name, double value) {
+        content.scalars[kSetting + name] = std::bit_cast<std::int64_t>(value);
+      });
     }
     content.rank_state[kRandomState] = random_bytes();
     save_checkpoint(core_.communicator(), dir, content);
@@ -108,6 +117,12 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
       if (optimizer_ == nullptr || p.trainable_index < 0) continue;
       const auto steps = loaded->scalars.find(step_scalar(p.name));
       optimizer_->set_steps_of(i, steps != loaded->scalars.end() ? steps->second : 0);
+    }
+    if (optimizer_ != nullptr && options.optimizer_settings) {
+      optimizer_->visit_settings([&](const std::string& name, double& value) {
+        const auto saved = loaded->scalars.find(kSetting + name);
+        if (saved != loaded->scalars.end()) value = std::bit_cast<double>(saved->second);
+      });
     }
     if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end())
       set_random_bytes(random->second);
@@ -138,9 +153,10 @@ void EngineState::fetch(const ShardedParameter& p, std::span<std::byte> bytes) c
 }
 
 void EngineState::consolidate(const std::filesystem::path& file, const SaveOptions& options) {
+  refuse_half_updated("Engine::consolidate");
   check_nothing_was_added();
   guarded("Engine::consolidate", [&] {
-    core_.communicator().barrier();  // every rank's shards are final
+    meet("Engine::consolidate");  // and every rank's shards are final
     together(core_.communicator(), [&] {
       if (!context().is_main()) return;
       std::vector<TensorInfo> tensors;

@@ -34,9 +34,11 @@ at::Tensor zeroed_bytes(std::size_t bytes) {
 }
 
 EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, const std::vector<UnitPolicy>& policies,
-                       int the_prefetch, StorageOwner* owner)
+                       const ShardOptions& options, StorageOwner* owner)
     : context(the_context),
-      prefetch(the_prefetch),
+      prefetch(options.prefetch),
+      ordered_sums(options.ordered_sums),
+      update_in_backward(options.update_in_backward),
       model(std::move(units), policies, the_context.world_size(), the_context.rank(), owner),
       parameters(communicator().allocate(model.parameter_bytes)),
       masters(communicator().allocate(model.master_bytes)),
@@ -44,7 +46,7 @@ EngineCore::EngineCore(const Context& the_context, std::vector<CutUnit> units, c
       // Each undrained generation of a unit holds a slot, its local gradients, or room for the next one.
       mailbox(communicator(), meshes_of(model), slots_for(planned_units(model), prefetch) + 2),
       slots(communicator(), mailbox, slots_for(planned_units(model), prefetch), model.slot_bytes),
-      timeline(planned_units(model), prefetch),
+      timeline(planned_units(model), prefetch, /*whole_rounds=*/ordered_sums || update_in_backward),
       stream(communicator(), [this] { changed.notify_all(); }) {}
 
 void EngineCore::read_whole(const ShardedParameter& p, const Segment& source, std::size_t offset, std::size_t stride,

@@ -25,7 +25,7 @@ at::Tensor zeroed_bytes(std::size_t bytes);
 struct EngineCore {
   // Collective.
   EngineCore(const Context& the_context, std::vector<CutUnit> units, const std::vector<UnitPolicy>& policies,
-             int the_prefetch, StorageOwner* owner);
+             const ShardOptions& options, StorageOwner* owner);
 
   Communicator& communicator() const { return context.communicator(); }
   const UnitLayout& unit(int index) const { return model.units[static_cast<std::size_t>(index)]; }
@@ -70,6 +70,7 @@ struct EngineCore {
 
   Context context;
   int prefetch;
+  bool ordered_sums, update_in_backward;
   ShardedModel model;
   std::unique_ptr<Segment> parameters;  // each rank's shares of all groups, or all shares: NOTE [Strategies]
   std::unique_ptr<Segment> masters;     // fp32 shares of groups that are computed in 16 bits

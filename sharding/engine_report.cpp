@@ -27,6 +27,7 @@ std::vector<ShardView> EngineState::shard_views() const {
 }
 
 std::vector<ShardView> EngineState::gradient_views() {
+  refuse_update_in_backward("Engine::gradient_views", "none are kept");
   return guarded("Engine::gradient_views", [&] {
     std::unique_lock lock(core_.mutex);
     settle(lock, "Engine::gradient_views");

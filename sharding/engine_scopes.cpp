@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include <fmt/format.h>
+
 #include <fsdp/error.h>
 
 #include "sharding/engine_state.h"
@@ -17,8 +19,26 @@ std::vector<int> all_units(const ShardedModel& model) {
 
 }  // namespace
 
+void EngineState::refuse_within_scopes(std::string_view operation) const {
+  if (averaged_) {
+    throw InvalidArgument(
+        fmt::format("{}: within Engine::use_ema the parameters are their averages; close the scope first", operation));
+  }
+  if (summoned_) throw InvalidArgument(fmt::format("{}: within Engine::summon; close the scope first", operation));
+}
+
 void EngineState::begin_no_sync() {
-  guarded("Engine::no_sync", [&] { reducer_.begin_no_sync(); });
+  refuse_update_in_backward("Engine::no_sync", "a step is one backward");
+  if (core_.ordered_sums) {
+    throw InvalidArgument(
+        "Engine::no_sync with ShardOptions::ordered_sums: gradients that stay local are added up in another order; "
+        "leave "
+        "one of them out");
+  }
+  guarded("Engine::no_sync", [&] {
+    if (!reducer_.has_local()) meet("Engine::no_sync");
+    reducer_.begin_no_sync();
+  });
 }
 
 void EngineState::begin_keeping() {
@@ -39,6 +59,7 @@ void EngineState::keep_ema(const Ema& options) {
 void EngineState::begin_averaged() {
   if (average_ == nullptr) throw InvalidArgument("Engine::use_ema: no average is kept; call Engine::keep_ema first");
   refuse_within_scopes("Engine::use_ema");
+  refuse_half_updated("Engine::use_ema");
   swap_averages("Engine::use_ema");
   averaged_ = true;
 }
@@ -53,7 +74,7 @@ void EngineState::swap_averages(std::string_view operation) {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);
     lock.unlock();
-    core_.communicator().barrier();  // no rank gathers the former values any more
+    meet(operation);  // no rank gathers the former values any more
     average_->swap();
     for (const ShardedParameter& p : core_.model.parameters) bump_version(p.tensor);  // kept graphs saved other values
     core_.communicator().barrier();
@@ -69,10 +90,13 @@ void EngineState::begin_summon(const SummonOptions& options) {
   guarded("Engine::summon", [&] {
     if (summoned_) throw InvalidArgument("Engine::summon: expected no open scope, got a second; close the first");
     refuse_within_scopes("Engine::summon");
+    refuse_half_updated("Engine::summon");
+    if (options.gradients) refuse_update_in_backward("Engine::summon of gradients", "none are kept");
+    if (!options.gradients) meet("Engine::summon");
     const std::vector<int> units = all_units(core_.model);
     std::unique_lock lock(core_.mutex);
     begin_step();
-    if (options.gradients) settle(lock, "Engine::summon");
+    if (options.gradients) settle(lock, "Engine::summon with gradients");
     pager_.pin(lock, units);
     lock.unlock();
     try {

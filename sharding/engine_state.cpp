@@ -27,27 +27,13 @@ class EngineHook final : public GradientHook {
   EngineState& engine_;
 };
 
-void validate(const StepOptions& options) {
-  const auto require = [](bool holds, std::string_view field, double found) {
-    if (!holds) throw InvalidArgument(fmt::format("Optimizer::step: expected {} above 0, got {}", field, found));
-  };
-  if (options.max_grad_norm) require(*options.max_grad_norm > 0, "max_grad_norm", *options.max_grad_norm);
-  if (options.max_grad_value) require(*options.max_grad_value > 0, "max_grad_value", *options.max_grad_value);
-  require(options.norm_type > 0, "norm_type", options.norm_type);
-  if (options.max_grad_norm && options.max_grad_value) {
-    throw InvalidArgument(
-        fmt::format("Optimizer::step: max_grad_norm {} together with max_grad_value {}; clip by the norm or by value",
-                    *options.max_grad_norm, *options.max_grad_value));
-  }
-}
-
 }  // namespace
 
 EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Module> module, std::vector<CutUnit> units,
                          const std::vector<UnitPolicy>& policies, const ShardOptions& options)
     : module_(std::move(module)),
       options_(options),
-      core_(context, std::move(units), policies, options.prefetch, this),
+      core_(context, std::move(units), policies, options, this),
       pager_(core_),
       reducer_(core_, pager_),
       gradients_(core_.model.parameters.size()) {
@@ -159,16 +145,29 @@ void EngineState::acquire(const OperatorUse& use) {
   {
     std::unique_lock lock(core_.mutex);
     begin_step();
+    check_readable(use.name, units);
     pager_.acquire(lock, units);
   }
   if (!use.writes) return;
   try {
-    guarded(use.name, [&] { core_.communicator().barrier(); });
+    guarded(use.name, [&] { meet(use.name); });
     save_shares(use);
   } catch (...) {
     const std::lock_guard lock(core_.mutex);
     pager_.release(units, /*discard=*/true);
     throw;
+  }
+}
+
+// NOTE [Update in backward]
+void EngineState::check_readable(std::string_view operation, std::span<const int> units) const {
+  if (!core_.update_in_backward) return;
+  for (const int unit : units) {
+    if (!reducer_.is_closed(unit)) continue;
+    throw InvalidArgument(fmt::format(
+        "{} of unit {} between its update in backward (update_in_backward) and the end of the step; call "
+        "Optimizer::step before the next forward, and use a parameter only in graphs that reach its gradient",
+        operation, core_.unit_name(unit)));
   }
 }
 
@@ -326,154 +325,16 @@ Optimizer EngineState::make_optimizer(OptimizerOptions options) {
   if (optimizer_ != nullptr)
     throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
   optimizer_ = guarded("Engine::optimizer", [&] { return make_sharded_optimizer(core_, std::move(options)); });
+  if (core_.update_in_backward) {
+    updated_.resize(gradients_.size());
+    reducer_.update_with([this](int unit, bool all_used) { update_unit(unit, all_used); });
+  }
   return Optimizer(*this);
 }
 
 ShardedOptimizer& EngineState::optimizer() {
   if (optimizer_ == nullptr) throw InvalidArgument("this engine has no optimizer yet; call Engine::optimizer first");
   return *optimizer_;
-}
-
-std::vector<bool> EngineState::used_here() const {
-  std::vector<bool> used(gradients_.size());
-  for (std::size_t i = 0; i < used.size(); ++i) {
-    const ShardedParameter& p = core_.model.parameters[i];
-    used[i] = gradients_[i].taken && !gradients_[i].cleared && p.is_placeholder(p.tensor.grad());
-  }
-  return used;
-}
-
-void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) {
-  try {
-    reducer_.settle(lock, operation, used_here());
-  } catch (const StepFailed&) {
-    core_.timeline.abandon_step();
-    drop_gradients();
-    identity_checked_ = false;
-    throw;
-  }
-}
-
-void EngineState::attempt(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (const StepFailed&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail_step(error.what());
-  } catch (...) {
-    fail_step("an exception that is no std::exception");
-  }
-}
-
-// The settlement that the other ranks are in, or come to next, is told.
-void EngineState::fail_step(const std::string& reason) {
-  guarded("Engine::attempt", [&] {
-    std::unique_lock lock(core_.mutex);
-    reducer_.fail(reason);
-    settle(lock, "Engine::attempt");
-  });
-  throw std::logic_error("a settlement with a failure did not throw");
-}
-
-at::Tensor EngineState::weigh(const at::Tensor& mean_loss, double samples) {
-  if (!(samples >= 0 && std::isfinite(samples)))
-    throw InvalidArgument(fmt::format("Engine::weigh: expected samples of at least 0, got {}", samples));
-  if (!mean_loss.requires_grad()) return mean_loss.mul(samples);  // of an evaluation
-  const std::lock_guard lock(core_.mutex);
-  samples_.samples += samples;
-  samples_.weighed = true;
-  return mean_loss.mul(samples);
-}
-
-void EngineState::refuse_within_scopes(std::string_view operation) const {
-  if (averaged_) {
-    throw InvalidArgument(
-        fmt::format("{}: within Engine::use_ema the parameters are their averages; close the scope first", operation));
-  }
-  if (summoned_) throw InvalidArgument(fmt::format("{}: within Engine::summon; close the scope first", operation));
-}
-
-StepResult EngineState::step(const StepOptions& options) {
-  validate(options);
-  ShardedOptimizer& sharded = optimizer();
-  refuse_within_scopes("Optimizer::step");
-  core_.model.check_identity();
-  return guarded("Optimizer::step", [&] {
-    std::unique_lock lock(core_.mutex);
-    pager_.free_all(lock);
-    settle(lock, "Optimizer::step");
-    lock.unlock();
-    samples_.unweighed = !samples_.weighed && std::any_of(gradients_.begin(), gradients_.end(),
-                                                          [](const GradientSlot& g) { return g.taken; });
-    const GradientSummary summary = summarize_gradients(core_, reducer_.used(), reducer_.squares(), options.norm_type,
-                                                        samples_);
-    const double scale = summary.weight / (options.scaler != nullptr ? options.scaler->scale() : 1.0);
-    StepResult result{.grad_norm = summary.norm * scale};
-    if (summary.first_bad >= 0) {
-      refuse_non_finite(options, summary.first_bad, result);
-    } else {
-      // As torch::nn::utils::clip_grad_norm_: never above 1, and a zero norm divides by nothing.
-      const double clip = options.max_grad_norm ? std::min(1.0, *options.max_grad_norm / (result.grad_norm + 1e-6))
-                                                : 1.0;
-      sharded.step(reducer_.used(),
-                   {.gradient = {.scale = clip * scale, .limit = options.max_grad_value.value_or(GradientUse{}.limit)},
-                    .lr_factor = schedule_ ? schedule_(core_.step) : 1.0},
-                   average_.get());
-    }
-    if (options.scaler != nullptr) options.scaler->update(/*finite=*/summary.first_bad < 0);
-    lock.lock();
-    end_step(/*updated=*/!result.skipped);
-    lock.unlock();
-    core_.communicator().barrier();  // no rank gathers before all have stepped
-    return result;
-  });
-}
-
-// Fills in what becomes of a step whose gradients are not finite, or throws; the same on every rank.
-void EngineState::refuse_non_finite(const StepOptions& options, int first_bad, StepResult& result) const {
-  result.first_bad_parameter = core_.model.parameters[static_cast<std::size_t>(first_bad)].name;
-  result.skipped = true;
-  // A scale above 1 may be what made them overflow; once it is not, they are bad by themselves.
-  if (options.scaler != nullptr && options.scaler->scale() > 1) return;
-  result.stop = options.on_non_finite == OnNonFinite::kStop;
-  if (options.on_non_finite != OnNonFinite::kFail) return;
-  throw Error(ErrorId::kNonFinite,
-              fmt::format("step {}: the gradient of parameter {} is not finite on some rank; nothing was updated; "
-                          "lower the learning rate, look at this step's batch, or skip such steps with "
-                          "StepOptions{{.on_non_finite = OnNonFinite::kSkip}}",
-                          core_.step.load(), result.first_bad_parameter));
-}
-
-void EngineState::zero_grad() {
-  guarded("Optimizer::zero_grad", [&] {
-    std::unique_lock lock(core_.mutex);
-    settle(lock, "Optimizer::zero_grad");
-    drop_gradients();
-  });
-}
-
-void EngineState::end_step(bool updated) {
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    // A graph kept over the step saved the old values; its backward must throw, as after torch::optim's in-place
-    // update.
-    if (updated && reducer_.used()[i]) bump_version(core_.model.parameters[i].tensor);
-  }
-  drop_gradients();
-  core_.timeline.finish_step();
-  identity_checked_ = false;
-  if (updated) ++core_.step;
-}
-
-void EngineState::drop_gradients() {
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    if (gradients_[i].taken) core_.model.parameters[i].tensor.mutable_grad().reset();
-    gradients_[i] = {};
-  }
-  samples_ = {};
-  reducer_.forget();
 }
 
 }  // namespace fsdp

@@ -43,7 +43,8 @@ class EngineState final : public StorageOwner {
   StepResult step(const StepOptions& options);
   void zero_grad();
   ShardedOptimizer& optimizer();
-  void set_schedule(Schedule schedule) { schedule_ = std::move(schedule); }
+  void set_lr(double lr);
+  void set_schedule(Schedule schedule);
   at::Tensor weigh(const at::Tensor& mean_loss, double samples);
   void attempt(const std::function<void()>& body);
 
@@ -80,6 +81,7 @@ class EngineState final : public StorageOwner {
   using UnitList = c10::SmallVector<int, 4>;  // an operator rarely touches more
   UnitList units_of(const OperatorUse& use) const;
   void begin_step();
+  void check_readable(std::string_view operation, std::span<const int> units) const;
   void save_shares(const OperatorUse& use);
   void restore_shares(const OperatorUse& use);
   void write_back(const OperatorUse& use);
@@ -91,8 +93,18 @@ class EngineState final : public StorageOwner {
   std::vector<ShardView> checkpoint_views(bool trainable_only) const;
   std::map<std::string, std::string> checkpoint_ties(bool trainable_only) const;
   OperatorUse use_of_all(std::vector<PagedStorage*>& storages, bool writes) const;
-  std::vector<bool> used_here() const;
+  GradientReducer::Usage usage_here() const;
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
+  // Before a collective that does not settle: ranks that call something else, or give the step up, are found here.
+  void meet(std::string_view operation);
+  void drop_if_failed(const std::function<void()>& body);
+  // What an engine that updates in backward cannot do at all, and not between that backward and the step.
+  void refuse_update_in_backward(std::string_view operation, std::string_view reason) const;
+  void refuse_with_update_in_backward(const StepOptions& options) const;
+  void refuse_half_updated(std::string_view operation);
+  void update_unit(int unit, bool all_used);
+  void update(const StepSettings& step_settings);
+  StepSettings settings() const;
   [[noreturn]] void fail_step(const std::string& reason);
   // Throws InvalidArgument within a scope that shows other values than the shards'.
   void refuse_within_scopes(std::string_view operation) const;
@@ -126,6 +138,7 @@ class EngineState final : public StorageOwner {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   std::unique_ptr<WeightAverage> average_;
   Schedule schedule_;
+  std::vector<bool> updated_;            // in backward, by parameter; on the engine's thread
   SampleCount samples_;                  // since the last step
   std::vector<GradientSlot> gradients_;  // by parameter
   std::map<const PagedStorage*, std::vector<std::byte>> shares_before_write_;

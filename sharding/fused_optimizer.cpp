@@ -45,14 +45,40 @@ FusedOptimizer::FusedOptimizer(EngineCore& core, Options options,
     const std::size_t piece = bytes_of(p.piece.numel(), core.model.group_of(p).gradient_dtype());
     bytes += (piece + kParameterAlignmentBytes - 1) / kParameterAlignmentBytes * kParameterAlignmentBytes;
   }
+  apply_options();
+  lr_ = std::visit([](const auto& chosen) { return chosen.lr; }, options_);
+  for (std::size_t i = 0; i < state_names(options_).size(); ++i) states_.push_back(zeroed_bytes(bytes));
+}
+
+void FusedOptimizer::apply_options() {
   std::visit(
       [this](const auto& chosen) {
         validate(chosen);
-        lr_ = chosen.lr;
         resolve_groups(chosen.weight_decay, chosen.groups);
       },
       options_);
-  for (std::size_t i = 0; i < state_names(options_).size(); ++i) states_.push_back(zeroed_bytes(bytes));
+}
+
+void FusedOptimizer::visit_settings(const SettingVisitor& visit) {
+  const auto visit_adam = [&](const std::string& kind, auto& adam) {
+    visit(kind + "beta1", adam.betas[0]);
+    visit(kind + "beta2", adam.betas[1]);
+    visit(kind + "eps", adam.eps);
+    visit(kind + "weight_decay", adam.weight_decay);
+  };
+  std::string kind = "SGD.";
+  if (auto* adamw = std::get_if<AdamW>(&options_)) {
+    visit_adam(kind = "AdamW.", *adamw);
+  } else if (auto* adam = std::get_if<Adam>(&options_)) {
+    visit_adam(kind = "Adam.", *adam);
+  } else if (auto* sgd = std::get_if<SGD>(&options_)) {
+    visit(kind + "momentum", sgd->momentum);
+    visit(kind + "weight_decay", sgd->weight_decay);
+  }
+  apply_options();
+  double lr = lr_;
+  visit(kind + "lr", lr);
+  set_lr(lr);
 }
 
 void FusedOptimizer::resolve_groups(double weight_decay, const ParameterGroups& groups) {
@@ -73,9 +99,13 @@ void FusedOptimizer::resolve_groups(double weight_decay, const ParameterGroups& 
   }
 }
 
-void FusedOptimizer::prepare(const std::vector<bool>& used, const StepSettings& settings) {
+void FusedOptimizer::prepare(std::span<const int> parameters, const std::vector<bool>& used,
+                             const StepSettings& settings) {
   settings_ = settings;
-  for (std::size_t i = 0; i < used.size(); ++i) slots_[i].steps += used[i] && slots_[i].covered;
+  for (const int index : parameters) {
+    const auto i = static_cast<std::size_t>(index);
+    slots_[i].steps += used[i] && slots_[i].covered;
+  }
 }
 
 void FusedOptimizer::update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) {

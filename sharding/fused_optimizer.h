@@ -14,6 +14,7 @@ class FusedOptimizer final : public ShardedOptimizer {
   // `covers` tells for which trainable parameters there is to be state; empty = all.
   FusedOptimizer(EngineCore& core, Options options, const std::function<bool(const ShardedParameter&)>& covers = {});
 
+  void visit_settings(const SettingVisitor& visit) override;
   void set_lr(double lr) override;
   double lr() const override { return lr_; }
   std::size_t state_bytes() const override;
@@ -22,7 +23,7 @@ class FusedOptimizer final : public ShardedOptimizer {
   std::int64_t steps_of(std::size_t parameter) const override { return slots_[parameter].steps; }
   void set_steps_of(std::size_t parameter, std::int64_t steps) override { slots_[parameter].steps = steps; }
 
-  void prepare(const std::vector<bool>& used, const StepSettings& settings) override;
+  void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
 
  private:
@@ -33,6 +34,8 @@ class FusedOptimizer final : public ShardedOptimizer {
     std::int64_t steps = 0;
     std::size_t state_offset = 0;  // bytes, in each state
   };
+  // Checks the options and works out what each parameter has of them.
+  void apply_options();
   void resolve_groups(double weight_decay, const ParameterGroups& groups);
   std::byte* state(std::size_t which, std::size_t parameter) const;
 

@@ -4,19 +4,11 @@
 #include <cstring>
 
 #include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
 
 namespace fsdp {
-namespace {
-
-// Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
-constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63;
-constexpr std::uint64_t kLocal = std::uint64_t{1} << 62;
-
-std::size_t gradient_bytes(const FlatGroup& group, std::int64_t numel) {
-  return bytes_of(numel, group.gradient_dtype());
-}
-
-}  // namespace
 
 GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
     : core_(core),
@@ -101,8 +93,75 @@ void GradientReducer::open_slot(std::unique_lock<std::mutex>& lock, int unit, in
 
 GradientReducer::Round& GradientReducer::open_round(int unit) {
   auto& open = units_[static_cast<std::size_t>(unit)].open;
-  if (open == nullptr) open = make_round(unit);
+  if (open == nullptr) {
+    check_may_open(unit);
+    open = make_round(unit);
+  }
   return *open;
+}
+
+std::uint64_t GradientReducer::rounds_of_step(int unit) const {
+  const UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
+  return rounds.generation + static_cast<std::uint64_t>(rounds.pending) - rounds.first_generation;
+}
+
+void GradientReducer::check_may_open(int unit) const {
+  if (core_.update_in_backward && !update_) {
+    throw InvalidArgument(fmt::format("{}: update_in_backward without an optimizer; call Engine::optimizer first",
+                                      core_.describe("backward", unit)));
+  }
+  if (core_.update_in_backward && is_closed(unit)) {
+    throw InvalidArgument(
+        fmt::format("{}: a second gradient since the last step, with update_in_backward: the first has updated the "
+                    "weights already; call Optimizer::step after each backward, or leave update_in_backward off",
+                    core_.describe("backward", unit)));
+  }
+  if (core_.ordered_sums && rounds_of_step(unit) >= micro_batches_) {
+    throw InvalidArgument(
+        fmt::format("{}: a gradient of a loss that Engine::weigh has not seen, with ordered_sums: each micro-batch is "
+                    "one engine.weigh(loss, samples).backward()",
+                    core_.describe("backward", unit)));
+  }
+}
+
+void GradientReducer::begin_micro_batch(std::unique_lock<std::mutex>& lock) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (core_.unit(unit).trainable.empty()) continue;
+    end_open_round(lock, unit);
+    UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
+    while (rounds_of_step(unit) < micro_batches_) {
+      std::unique_ptr<Round> empty = make_round(unit);
+      if (rounds.pending == 0 && may_publish(*empty)) {
+        publish_absent(unit, {});
+      } else {
+        ++rounds.pending;
+        ++held_rounds_;
+        pending_.push_back(std::move(empty));
+      }
+    }
+  }
+  ++micro_batches_;
+}
+
+void GradientReducer::end_open_round(std::unique_lock<std::mutex>& lock, int unit) {
+  if (units_[static_cast<std::size_t>(unit)].open == nullptr) return;
+  core_.timeline.cut_round(unit);
+  end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
+}
+
+bool GradientReducer::is_whole(const Round& round) const {
+  for (std::size_t i = 0; i < round.packed.size(); ++i) {
+    if (!round.packed[i] && !round.held[i].defined()) return false;
+  }
+  return true;
+}
+
+// The mailbox has an entry for the unit's next generation, and nothing is to be known first.
+bool GradientReducer::may_publish(const Round& round) const {
+  if (core_.update_in_backward && !is_whole(round)) return false;
+  const std::uint64_t generation = units_[static_cast<std::size_t>(round.unit)].generation;
+  const auto depth = static_cast<std::uint64_t>(core_.mailbox.depth());
+  return generation < depth || core_.mailbox.is_drained(round.unit, generation + 1 - depth);
 }
 
 std::unique_ptr<GradientReducer::Round> GradientReducer::make_round(int unit) const {
@@ -123,8 +182,9 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
     return;
   }
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
-  if (rounds.pending == 0 && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot);
-  if (rounds.pending == 0 && round->slot != kNoSlot) {
+  const bool may_go = rounds.pending == 0 && may_publish(*round);
+  if (may_go && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot);
+  if (may_go && round->slot != kNoSlot) {
     publish(std::move(round));
     return;
   }
@@ -184,10 +244,12 @@ int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int
 void GradientReducer::flush_pending() {
   for (auto next = pending_.begin(); next != pending_.end();) {
     Round& waiting = **next;
-    if (core_.unit(waiting.unit).policy.keeps_gradients || waiting.local) {
+    if (core_.unit(waiting.unit).policy.keeps_gradients || waiting.local ||
+        (core_.update_in_backward && !is_whole(waiting))) {
       ++next;
       continue;
     }
+    if (!may_publish(waiting)) return;
     if (waiting.slot == kNoSlot) {
       const int slot = core_.slots.find_free();
       if (slot == kNoSlot || !core_.slots.is_drained(slot)) return;
@@ -202,6 +264,7 @@ void GradientReducer::flush_pending() {
 }
 
 GradientReducer::Buffer GradientReducer::buffer_at(int rank, std::uint64_t location, const FlatGroup& group) const {
+  location &= ~kPartial;
   if (location == kLocal) {
     const Segment& segment = core_.model.unit_of(group).policy.keeps_gradients ? *core_.gradients : *local_;
     return {segment.peer(rank).data() + group.local_offset, group.gradient_dtype()};
@@ -277,7 +340,9 @@ void GradientReducer::publish(std::unique_ptr<Round> round) {
   } else {
     overflow_offset_ += core_.model.largest_unit_bytes;
   }
-  core_.mailbox.publish(round->unit, round->generation, location);
+  const bool partial = core_.update_in_backward &&
+                       !std::all_of(round->packed.begin(), round->packed.end(), std::identity());
+  core_.mailbox.publish(round->unit, round->generation, partial ? location | kPartial : location);
   enqueue_reduction(std::move(round));
 }
 
@@ -287,11 +352,11 @@ void GradientReducer::begin_generation(Round& round) {
   round.generation = ++rounds.generation;
 }
 
-void GradientReducer::publish_absent(int unit) {
+void GradientReducer::publish_absent(int unit, std::vector<int> restarts) {
   // The local buffer of such a unit holds the reduced share from now on.
   units_[static_cast<std::size_t>(unit)].local_is_published |= core_.unit(unit).policy.keeps_gradients;
-  auto round = std::make_shared<Round>();
-  round->unit = unit;
+  std::shared_ptr<Round> round = make_round(unit);
+  round->restarts = std::move(restarts);
   begin_generation(*round);
   move_to(round->state, GradientState::kReducing, core_.unit_name(unit));
   core_.mailbox.publish(unit, round->generation, ReduceMailbox::kAbsent);
@@ -306,104 +371,13 @@ void GradientReducer::enqueue_reduction(std::shared_ptr<Round> round) {
                         .what = core_.describe("reduce", unit)});
 }
 
-void GradientReducer::reduce(const std::shared_ptr<Round>& round) {
-  const UnitLayout& unit = core_.unit(round->unit);
-  const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
-  std::vector<const std::byte*> inputs(ranks);
-  if (round->accumulates) restart(*round);
-  for (const int index : unit.groups) {
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-    if (!group.trainable) continue;
-    const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), unit.mesh.replica());
-    const std::int64_t begin = unit.mesh.share() * group.layout->shard_numel() + part.offset;
-    std::vector<DType> dtypes;
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      const auto r = static_cast<int>(rank);
-      const std::uint64_t location = core_.mailbox.location(r, round->unit, round->generation);
-      const bool absent = location == ReduceMailbox::kAbsent;
-      const Buffer buffer = absent ? Buffer{nullptr, group.reduce_dtype} : buffer_at(r, location, group);
-      inputs[rank] = absent ? nullptr : buffer.data + bytes_of(begin, buffer.dtype);
-      dtypes.push_back(buffer.dtype);
-    }
-    std::vector<at::Tensor> widened;
-    const DType dtype = unify(inputs, dtypes, part.numel, widened);
-    core_.communicator().reduce({.inputs = inputs,
-                                 .numel = part.numel,
-                                 .input_dtype = dtype,
-                                 .output = core_.gradient_shard(group) + gradient_bytes(group, part.offset),
-                                 .accumulate = round->accumulates,
-                                 .divisor = core_.communicator().world_size(),
-                                 .label = unit.name});
-    take_squares(group);
-  }
-  core_.mailbox.consume(round->unit, round->generation);
-  const auto is_summed = [this, round] { return core_.mailbox.is_summed(round->unit, round->generation); };
-  if (is_summed()) {
-    complete(*round);
-  } else {
-    core_.stream.enqueue({.ready = is_summed,
-                          .run = [this, round] { complete(*round); },
-                          .what = core_.describe("reduce", round->unit)});
-  }
-}
-
-void GradientReducer::take_squares(const FlatGroup& group) {
-  for (const int index : group.parameters) {
-    const ElementRange own = core_.summed_here(core_.model.parameters[static_cast<std::size_t>(index)]);
-    squares_[static_cast<std::size_t>(index)] = norm_part(
-        core_.gradient_shard(group) + gradient_bytes(group, own.offset), own.numel, group.gradient_dtype(), 2);
-  }
-}
-
-// Local gradients are fp32, those in a slot may be narrower; ranks that differ in their use of no_sync() mix the two.
-DType GradientReducer::unify(std::vector<const std::byte*>& inputs, std::span<const DType> dtypes, std::int64_t numel,
-                             std::vector<at::Tensor>& widened) const {
-  const auto wider = [](DType a, DType b) { return size_of(a) < size_of(b); };
-  const DType widest = *std::max_element(dtypes.begin(), dtypes.end(), wider);
-  for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-    if (inputs[rank] == nullptr || dtypes[rank] == widest) continue;
-    widened.push_back(zeroed_bytes(bytes_of(numel, widest)));
-    auto* data = static_cast<std::byte*>(widened.back().mutable_data_ptr());
-    cast_elements(data, widest, inputs[rank], dtypes[rank], numel);
-    inputs[rank] = data;
-  }
-  return widest;
-}
-
-// Copies the parts of this rank's share that its other owners have summed.
-void GradientReducer::complete(Round& round) {
-  const UnitLayout& unit = core_.unit(round.unit);
-  for (const int index : unit.groups) {
-    const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
-    if (!group.trainable) continue;
-    for (int replica = 0; replica < unit.mesh.replicas(); ++replica) {
-      if (replica == unit.mesh.replica()) continue;
-      const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), replica);
-      const std::size_t begin = gradient_bytes(group, part.offset);
-      core_.communicator().read(*core_.gradients, unit.mesh.rank_of(replica, unit.mesh.share()),
-                                core_.gradient_offset(group) + begin,
-                                {core_.gradient_shard(group) + begin, gradient_bytes(group, part.numel)});
-    }
-  }
-  move_to(round.state, GradientState::kReduced, unit.name);
-  core_.mailbox.complete(round.unit, round.generation);
-}
-
-// What the user has cleared no longer counts: the round's own gradients are all there is.
-void GradientReducer::restart(const Round& round) {
-  for (const int parameter : round.restarts) {
-    const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
-    const FlatGroup& group = core_.model.group_of(p);
-    std::memset(core_.gradient_shard(group) + gradient_bytes(group, p.piece.shard_offset), 0,
-                gradient_bytes(group, p.piece.numel()));
-  }
-}
-
 void GradientReducer::forget() {
   for (UnitRounds& rounds : units_) {
     rounds.first_generation = rounds.generation;
     rounds.local_is_published = false;
   }
+  agreed_ = false;
+  micro_batches_ = 0;
 }
 
 void GradientReducer::begin_no_sync() {

@@ -12,10 +12,26 @@
 // come, in fp32, to a whole buffer of this rank that peers can read. That buffer is published once: in the last round
 // of the step, if the plan knows it, or in the first round outside of no_sync(); else by the settlement. From then on
 // until the step ends it belongs to the reduction, and what still comes waits, as tensors added up, for the settlement.
+//
+// NOTE [Ordered sums]
+// The k-th micro-batch of rank r is k W + r of the step, and each has one generation of every unit, empty where it does
+// not use the unit. A reduction continues the sum of the generation before, rank by rank, undivided:
+//
+//   W = 1   gen 1: 0 + m0   gen 2: + m1   gen 3: + m2   gen 4: + m3
+//   W = 2   gen 1: 0 + m0 + m1            gen 2: + m2 + m3
+//
+// The sum begins with +0, so that an empty micro-batch and one of zeros leave the same bits.
+//
+// NOTE [Update in backward]
+// The reduction of a unit's one round is followed at once by the optimizer, on the engine's thread, and all units have
+// their gradient shares in the same memory. A round with gradients of all parameters on every rank may update them all;
+// any other waits for the settlement, which tells what is used. A unit whose round has ended is closed until the step
+// is over: nothing may read it, neither here nor, since all ranks have published, on any other rank.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -38,19 +54,35 @@ class GradientReducer {
 
   // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank.
   // Afterwards used()[p] tells whether any rank holds a gradient of parameter p.
-  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
+  struct Usage {
+    std::vector<bool> used;     // by parameter: this rank holds a gradient
+    std::vector<bool> cleared;  // or did, before the user cleared it
+  };
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, Usage usage);
+  // Collective, before another collective that does not settle: throws as settle() does where ranks differ in what they
+  // call, or one gives the step up; else it changes nothing.
+  void meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
   const std::vector<bool>& used() const { return used_; }
   // Of each parameter, the sum of squares of the elements that this rank has summed: taken by the reduction itself, on
-  // the engine's thread, so that a step's norm costs no pass of its own. Valid after settle().
+  // the engine's thread, so that a step's norm costs no pass of its own. Valid after settle(), but for ordered sums.
   const std::vector<double>& squares() const { return squares_; }
   // The next settlement throws StepFailed on every rank, after it has reduced what is left.
   void fail(const std::string& reason) { failure_ = reason.empty() ? "unknown error" : reason; }
   // The next reduction of each unit overwrites what has accumulated.
   void forget();
 
+  // NOTE [Ordered sums]: the backward that comes next is of another micro-batch.
+  void begin_micro_batch(std::unique_lock<std::mutex>& lock);
+
+  // NOTE [Update in backward]: called on the engine's thread when a unit's mean gradient is whole. Unless `all_used`,
+  // used() tells which parameters are.
+  void update_with(std::function<void(int unit, bool all_used)> update) { update_ = std::move(update); }
+  bool is_closed(int unit) const { return rounds_of_step(unit) > 0; }
+
   // Between the two, gradients accumulate locally. May nest. The first one is collective: it allocates.
   void begin_no_sync();
   void end_no_sync();
+  bool has_local() const { return local_ != nullptr; }
 
   std::size_t local_bytes() const { return local_ != nullptr ? local_->bytes() : 0; }
   std::size_t held_bytes() const { return held_bytes_; }
@@ -85,6 +117,10 @@ class GradientReducer {
     int failed_rank = -1;
   };
   struct Announcement;
+  // Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
+  static constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63, kLocal = std::uint64_t{1} << 62;
+  // Beside any of them: gradients of some parameters only. ReduceMailbox::kAbsent has this bit.
+  static constexpr std::uint64_t kPartial = std::uint64_t{1} << 61;
   // Where a rank has the gradients of one group, and of which type.
   struct Buffer {
     std::byte* data = nullptr;
@@ -98,6 +134,12 @@ class GradientReducer {
   void add_locally(const ShardedParameter& p, const at::Tensor& gradient, bool restarts);
   void merge_late(std::unique_ptr<Round> round);
   Round& open_round(int unit);
+  std::uint64_t rounds_of_step(int unit) const;
+  // Throws InvalidArgument where the options of the model allow no further round.
+  void check_may_open(int unit) const;
+  void end_open_round(std::unique_lock<std::mutex>& lock, int unit);
+  bool is_whole(const Round& round) const;
+  bool may_publish(const Round& round) const;
   void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
   void open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
@@ -107,20 +149,28 @@ class GradientReducer {
   // From its slot, or else into the overflow segment.
   void publish(std::unique_ptr<Round> round);
   void begin_generation(Round& round);
-  void publish_absent(int unit);
+  // Of a rank that has no gradients for a generation.
+  void publish_absent(int unit, std::vector<int> restarts);
   void enqueue_reduction(std::shared_ptr<Round> round);
   void reduce(const std::shared_ptr<Round>& round);
+  void reduce_group(const Round& round, const FlatGroup& group);
+  void update(const Round& round);
   // Widens the inputs of the narrower type where ranks published in two.
-  DType unify(std::vector<const std::byte*>& inputs, std::span<const DType> dtypes, std::int64_t numel,
-              std::vector<at::Tensor>& widened) const;
+  DType unify(std::int64_t numel, std::vector<at::Tensor>& widened);
   void complete(Round& round);
   void take_squares(const FlatGroup& group);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
   // Sets used_.
   Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
+  // Takes out of `cleared` what the unit's last round sees to.
+  void drop_cleared(std::vector<bool>& cleared);
+  void drop_unpublished();
+  void reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement, std::string_view operation,
+                   const std::vector<bool>& cleared);
+  [[noreturn]] void fail_step(std::unique_lock<std::mutex>& lock, const Agreement& agreement);
   void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
-                    std::string_view operation);
+                    std::string_view operation, const std::vector<bool>& cleared);
   void wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
 
   EngineCore& core_;
@@ -132,7 +182,12 @@ class GradientReducer {
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
+  bool agreed_ = false;              // used_ is of this step
+  std::uint64_t micro_batches_ = 0;  // of this step
+  std::function<void(int unit, bool all_used)> update_;
   std::vector<double> squares_;
+  std::vector<const std::byte*> inputs_;  // of one reduction, on the engine's thread: by rank
+  std::vector<DType> dtypes_;
   std::string failure_;
   std::size_t held_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t held_rounds_ = 0;

@@ -29,10 +29,22 @@ MuonOptimizer::MuonOptimizer(EngineCore& core, Muon options)
       options_(std::move(options)),
       others_(core, options_.others, [this](const ShardedParameter& p) { return !is_matrix(p); }),
       matrix_of_(core.model.parameters.size(), -1) {
+  validate();
+  place_matrices();
+}
+
+void MuonOptimizer::validate() const {
   require_option(is_non_negative(options_.lr), "lr", options_.lr, "at least 0");
   require_option(options_.momentum >= 0 && options_.momentum < 1, "momentum", options_.momentum, "in [0, 1)");
   require_option(is_non_negative(options_.weight_decay), "weight_decay", options_.weight_decay, "at least 0");
-  place_matrices();
+}
+
+void MuonOptimizer::visit_settings(const SettingVisitor& visit) {
+  visit("Muon.lr", options_.lr);
+  visit("Muon.momentum", options_.momentum);
+  visit("Muon.weight_decay", options_.weight_decay);
+  validate();
+  others_.visit_settings(visit);
 }
 
 bool MuonOptimizer::is_matrix(const ShardedParameter& p) const {
@@ -63,7 +75,8 @@ void MuonOptimizer::place_matrices() {
   updates_ = core_.communicator().allocate(*std::max_element(bytes.begin(), bytes.end()));
 }
 
-void MuonOptimizer::prepare(const std::vector<bool>& used, const StepSettings& settings) {
+void MuonOptimizer::prepare(std::span<const int> parameters, const std::vector<bool>& used,
+                            const StepSettings& settings) {
   const at::NoGradGuard no_grad;
   settings_ = settings;
   std::vector<bool> others = used;
@@ -71,7 +84,7 @@ void MuonOptimizer::prepare(const std::vector<bool>& used, const StepSettings& s
     others[matrix.parameter] = false;
     if (used[matrix.parameter] && matrix.owner == core_.context.rank()) compute_update(matrix);
   }
-  others_.prepare(others, settings);
+  others_.prepare(parameters, others, settings);
   core_.communicator().barrier();  // every update is there; the step's last barrier lets the next ones overwrite them
 }
 

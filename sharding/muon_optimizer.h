@@ -13,6 +13,7 @@ class MuonOptimizer final : public ShardedOptimizer {
  public:
   MuonOptimizer(EngineCore& core, Muon options);
 
+  void visit_settings(const SettingVisitor& visit) override;
   void set_lr(double lr) override;
   double lr() const override { return options_.lr; }
   std::size_t state_bytes() const override;
@@ -28,10 +29,11 @@ class MuonOptimizer final : public ShardedOptimizer {
     std::size_t update_offset = 0;  // bytes, in the owner's part of updates_
     at::Tensor momentum;            // on the owner
   };
-  void prepare(const std::vector<bool>& used, const StepSettings& settings) override;
+  void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
   void place_matrices();
   void compute_update(Matrix& matrix);
+  void validate() const;
   bool is_matrix(const ShardedParameter& p) const;
 
   Muon options_;

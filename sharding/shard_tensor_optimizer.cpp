@@ -115,7 +115,7 @@ void ShardTensorOptimizer::make_states() {
   }
 }
 
-void ShardTensorOptimizer::prepare(const std::vector<bool>& used, const StepSettings& settings) {
+void ShardTensorOptimizer::prepare(std::span<const int>, const std::vector<bool>& used, const StepSettings& settings) {
   const at::NoGradGuard no_grad;
   for (std::size_t s = 0; s < shards_.size(); ++s) {
     at::Tensor& grad = shards_[s].tensor.mutable_grad();
@@ -142,6 +142,13 @@ void ShardTensorOptimizer::update_run(std::size_t parameter, std::int64_t begin,
   const std::int64_t offset = p.piece.shard_offset + begin;
   cast_elements(core_.parameter_shard(group) + bytes_of(offset, group.dtype), group.dtype,
                 core_.master_shard(group) + bytes_of(offset, group.master_dtype), group.master_dtype, numel);
+}
+
+// The other numbers are in options whose fields each LibTorch optimizer names by itself: they stay as the user made them.
+void ShardTensorOptimizer::visit_settings(const SettingVisitor& visit) {
+  double lr = lr_;
+  visit("TorchOptimizer.lr", lr);
+  set_lr(lr);
 }
 
 void ShardTensorOptimizer::set_lr(double lr) {

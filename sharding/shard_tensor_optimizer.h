@@ -9,6 +9,7 @@ class ShardTensorOptimizer final : public ShardedOptimizer {
  public:
   ShardTensorOptimizer(EngineCore& core, TorchOptimizer options);
 
+  void visit_settings(const SettingVisitor& visit) override;
   void set_lr(double lr) override;
   double lr() const override { return lr_; }
   std::size_t state_bytes() const override;
@@ -19,7 +20,7 @@ class ShardTensorOptimizer final : public ShardedOptimizer {
 
  private:
   using StateTensors = std::vector<std::pair<std::string, at::Tensor>>;
-  void prepare(const std::vector<bool>& used, const StepSettings& settings) override;
+  void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
   void make_states();
   bool states_are_known() const;

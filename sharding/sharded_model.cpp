@@ -74,7 +74,12 @@ ShardedModel::ShardedModel(std::vector<CutUnit> cut, const std::vector<UnitPolic
   }
   for (std::size_t i = 0; i < cut.size(); ++i)
     add_unit(std::move(cut[i]), policies.at(i), {.world_size = world_size, .rank = rank, .shares = policies[i].shares});
-  for (UnitLayout& unit : units) lay_out(unit);
+  std::size_t transient_bytes = 0;
+  for (UnitLayout& unit : units) transient_bytes = std::max(transient_bytes, lay_out(unit));
+  for (FlatGroup& group : groups) {
+    if (!unit_of(group).policy.keeps_gradient_shares) group.gradient_offset += gradient_bytes;
+  }
+  gradient_bytes += transient_bytes;
   make_storages(owner);
 }
 
@@ -122,7 +127,8 @@ void ShardedModel::add_unit(CutUnit unit, const UnitPolicy& policy, const Mesh& 
   units.push_back(std::move(layout));
 }
 
-void ShardedModel::lay_out(UnitLayout& unit) {
+// Returns the bytes of its gradient shares that other units may use, too: NOTE [Update in backward].
+std::size_t ShardedModel::lay_out(UnitLayout& unit) {
   bool needs_slots = !unit.policy.keeps_parameters;
   for (const int index : unit.groups) {
     FlatGroup& group = groups[static_cast<std::size_t>(index)];
@@ -141,13 +147,15 @@ void ShardedModel::lay_out(UnitLayout& unit) {
   unit.parameter_offset = parameter_bytes;
   std::size_t& local_end = unit.policy.keeps_gradients ? gradient_bytes : local_bytes;
   unit.local_offset = local_end;
-  for (const int index : unit.groups) place(groups[static_cast<std::size_t>(index)], unit);
+  std::size_t transient_end = 0;
+  for (const int index : unit.groups) place(groups[static_cast<std::size_t>(index)], unit, transient_end);
   largest_unit_bytes = std::max({largest_unit_bytes, unit.bytes, local_end - unit.local_offset});
   if (needs_slots) slot_bytes = std::max(slot_bytes, unit.bytes);
+  return transient_end;
 }
 
 // Gives the group its place in each segment; NOTE [Strategies].
-void ShardedModel::place(FlatGroup& group, UnitLayout& unit) {
+void ShardedModel::place(FlatGroup& group, const UnitLayout& unit, std::size_t& transient_end) {
   const auto take = [](std::size_t& end, std::size_t bytes) { return std::exchange(end, end + bytes); };
   group.parameter_stride = unit.policy.keeps_parameters ? group.shard_bytes() : 0;
   group.parameter_offset = take(parameter_bytes,
@@ -161,7 +169,8 @@ void ShardedModel::place(FlatGroup& group, UnitLayout& unit) {
     group.gradient_stride = bytes_of(shard_numel, dtype);
     group.gradient_offset = group.local_offset = take(gradient_bytes, bytes_of(numel, dtype));
   } else {
-    group.gradient_offset = take(gradient_bytes, bytes_of(shard_numel, dtype));
+    group.gradient_offset = take(unit.policy.keeps_gradient_shares ? gradient_bytes : transient_end,
+                                 bytes_of(shard_numel, dtype));
     group.local_offset = take(local_bytes, bytes_of(numel, dtype));
   }
 }

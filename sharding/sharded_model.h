@@ -118,8 +118,8 @@ class ShardedModel {
 
  private:
   void add_unit(CutUnit unit, const UnitPolicy& policy, const Mesh& mesh);
-  void lay_out(UnitLayout& unit);
-  void place(FlatGroup& group, UnitLayout& unit);
+  std::size_t lay_out(UnitLayout& unit);
+  void place(FlatGroup& group, const UnitLayout& unit, std::size_t& transient_end);
   void make_storages(StorageOwner* owner);
 
   std::unordered_map<const void*, std::size_t> index_of_;

@@ -13,11 +13,13 @@
 
 namespace fsdp {
 
-void ShardedOptimizer::step(const std::vector<bool>& used, const StepSettings& settings, WeightAverage* average) {
+void ShardedOptimizer::step(std::span<const int> parameters, const std::vector<bool>& used,
+                            const StepSettings& settings, WeightAverage* average) {
   // What the update leaves in the second-level cache, the average finds there.
   constexpr std::int64_t kRunNumel = 32768;
-  prepare(used, settings);
-  for (std::size_t i = 0; i < used.size(); ++i) {
+  prepare(parameters, used, settings);
+  for (const int index : parameters) {
+    const auto i = static_cast<std::size_t>(index);
     const ShardedParameter& p = core_.model.parameters[i];
     if (p.trainable_index < 0 || (!used[i] && average == nullptr)) continue;
     for (std::int64_t begin = 0; begin < p.piece.numel(); begin += kRunNumel) {
@@ -29,6 +31,13 @@ void ShardedOptimizer::step(const std::vector<bool>& used, const StepSettings& s
 }
 
 std::unique_ptr<ShardedOptimizer> make_sharded_optimizer(EngineCore& core, OptimizerOptions options) {
+  if (core.update_in_backward &&
+      (std::holds_alternative<TorchOptimizer>(options) || std::holds_alternative<Muon>(options))) {
+    throw InvalidArgument(
+        fmt::format("Engine::optimizer: {} with ShardOptions::update_in_backward: its update is one of "
+                    "the whole model; choose AdamW, Adam or SGD, or leave update_in_backward off",
+                    std::holds_alternative<Muon>(options) ? "Muon" : "a torch::optim optimizer"));
+  }
   if (auto* torch = std::get_if<TorchOptimizer>(&options))
     return std::make_unique<ShardTensorOptimizer>(core, std::move(*torch));
   if (auto* muon = std::get_if<Muon>(&options)) return std::make_unique<MuonOptimizer>(core, std::move(*muon));

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -28,8 +29,15 @@ class ShardedOptimizer {
  public:
   virtual ~ShardedOptimizer() = default;
 
-  // Collective. Updates the shares of the used parameters, and the average of all where there is one.
-  void step(const std::vector<bool>& used, const StepSettings& settings, WeightAverage* average);
+  // Updates the shares of those of the parameters that are used, and the average of all of them where there is one.
+  // Collective but for AdamW, Adam and SGD, whose parameters may come unit by unit, on any thread.
+  void step(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings,
+            WeightAverage* average);
+
+  // Shows each number that checkpoints hold beside the state, as "AdamW.lr", and takes what the visitor makes of it.
+  // Throws InvalidArgument for one out of range.
+  using SettingVisitor = std::function<void(const std::string& name, double& value)>;
+  virtual void visit_settings(const SettingVisitor& visit) = 0;
 
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
@@ -45,7 +53,8 @@ class ShardedOptimizer {
   explicit ShardedOptimizer(EngineCore& core) : core_(core) {}
 
   // Before the first update_run of a step.
-  virtual void prepare(const std::vector<bool>& used, const StepSettings& settings) = 0;
+  virtual void prepare(std::span<const int> parameters, const std::vector<bool>& used,
+                       const StepSettings& settings) = 0;
   // Elements [begin, begin + numel) of this rank's piece of a used parameter; the runs of a piece come in order.
   virtual void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) = 0;
 

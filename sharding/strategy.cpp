@@ -21,6 +21,18 @@ DType precision_of(c10::ScalarType type, std::string_view field, const std::stri
   return to_dtype(type);
 }
 
+// What a whole model is asked for, and this unit's strategy cannot give.
+void check_model_options(const ShardOptions& model, const UnitPolicy& policy, const std::string& unit) {
+  const auto refuse_strategy = [&](std::string_view option, std::string_view reason) {
+    refuse(unit, fmt::format("{} with strategy {}, {}; choose kShardGradients or kFullShard", option,
+                             name_of(policy.strategy), reason));
+  };
+  if (!policy.keeps_gradients) return;
+  if (model.ordered_sums)
+    refuse_strategy("ordered_sums", "which adds up a rank's micro-batches before it adds up ranks");
+  if (model.update_in_backward) refuse_strategy("update_in_backward", "which keeps whole gradients for the step");
+}
+
 UnitPolicy resolve(const UnitOptions& options, const std::string& unit, int world_size) {
   const int group = options.shard_group;
   if (group < 0 || (group != 0 && world_size % group != 0)) {
@@ -64,12 +76,19 @@ std::string_view name_of(Strategy strategy) {
 
 std::vector<UnitPolicy> resolve_policies(const std::vector<CutUnit>& units, const ShardOptions& options,
                                          int world_size) {
+  if (options.ordered_sums && options.update_in_backward) {
+    throw InvalidArgument(
+        "fsdp::shard: ordered_sums with update_in_backward: the one divides by the samples of a whole step, the other "
+        "updates before it is over; choose one");
+  }
   std::vector<UnitPolicy> policies;
   for (const CutUnit& unit : units) {
     std::optional<UnitOptions> own;
     if (options.per_unit) own = options.per_unit(unit.name);
     policies.push_back(resolve(own.value_or(UnitOptions{options.strategy, options.shard_group, options.precision}),
                                unit.name, world_size));
+    check_model_options(options, policies.back(), unit.name);
+    policies.back().keeps_gradient_shares = !options.update_in_backward || policies.back().shares != world_size;
   }
   return policies;
 }

@@ -29,8 +29,9 @@ struct UnitPolicy {
   int shares = 1;
   bool keeps_parameters = false;
   bool keeps_gradients = false;
-  DType param = DType::kFloat32;   // of what was fp32
-  DType reduce = DType::kFloat32;  // at most this wide while gradients travel
+  bool keeps_gradient_shares = true;  // else they are gone once the unit is updated, in backward
+  DType param = DType::kFloat32;      // of what was fp32
+  DType reduce = DType::kFloat32;     // at most this wide while gradients travel
 };
 
 // One for each unit. Throws InvalidArgument, naming the unit and both options, for a combination that has no meaning.

@@ -15,8 +15,8 @@ bool is_subset(std::span<const int> part, const std::vector<int>& whole) {
 
 }  // namespace
 
-Timeline::Timeline(std::vector<PlannedUnit> units, int prefetch)
-    : units_(std::move(units)), prefetch_(prefetch), rounds_(units_.size()) {
+Timeline::Timeline(std::vector<PlannedUnit> units, int prefetch, bool whole_rounds)
+    : units_(std::move(units)), prefetch_(prefetch), whole_rounds_(whole_rounds), rounds_(units_.size()) {
   for (std::size_t unit = 0; unit < units_.size(); ++unit)
     rounds_[unit].arrived.resize(static_cast<std::size_t>(units_[unit].trainable));
 }
@@ -59,7 +59,8 @@ Timeline::Arrived Timeline::arrive(int unit, int parameter, bool local) {
   if (plan_ != nullptr && (expected_round == nullptr || expected_round->local != local)) leave_plan();
   if (plan_ != nullptr) {
     const StepPlan::Round& planned = *expected_round;
-    result.ends = arrival + 1 == planned.arrivals;
+    result.ends = arrival + 1 == planned.arrivals &&
+                  (!whole_rounds_ || planned.arrivals == units_[static_cast<std::size_t>(unit)].trainable);
     // A slot that is free only after the unit's own parameters are gone is taken at the end.
     result.packs = result.ends || (arrival >= planned.opens_at && !(planned.opens_at + 1 == planned.arrivals));
     result.slot = planned.slot;
@@ -82,7 +83,8 @@ const StepPlan::Round* Timeline::planned_round(int unit) const {
 }
 
 void Timeline::cut_round(int unit) {
-  leave_plan();
+  const StepPlan::Round* planned = planned_round(unit);
+  if (planned == nullptr || planned->arrivals != rounds_[static_cast<std::size_t>(unit)].arrivals) leave_plan();
   end_round(unit);
 }
 

@@ -12,7 +12,8 @@ namespace fsdp {
 
 class Timeline {
  public:
-  Timeline(std::vector<PlannedUnit> units, int prefetch);
+  // With `whole_rounds` a plan ends a round only where it has all the gradients of its unit; else cut_round has to.
+  Timeline(std::vector<PlannedUnit> units, int prefetch, bool whole_rounds = false);
 
   // An operator of a training pass touches these units (not empty). Returns the planned run that begins here; nullptr
   // where the present run goes on, or the step follows no plan. `began` tells whether a run began.
@@ -34,7 +35,7 @@ class Timeline {
   Arrived arrive(int unit, int parameter, bool local);
 
   bool started() const { return !record_.events.empty(); }
-  // A settlement ends a unit's open round; from here on the step follows no plan.
+  // Ends a unit's open round; the step leaves its plan if that has the round end elsewhere.
   void cut_round(int unit);
   // The step is over, and no example.
   void abandon_step();
@@ -64,6 +65,7 @@ class Timeline {
 
   std::vector<PlannedUnit> units_;
   int prefetch_;
+  bool whole_rounds_;
   std::deque<Pattern> patterns_;  // newest first; addresses stay, since only the ends move
   const StepPlan* plan_ = nullptr;
   const StepPlan* last_ = nullptr;

@@ -69,6 +69,7 @@ struct ReduceRequest {
   DType input_dtype = DType::kFloat32;
   std::byte* output = nullptr;  // fp32 where input_dtype is fp32, bf16 or fp16; else input_dtype
   bool accumulate = false;      // += instead of =
+  bool in_order = false;        // the output is the first term instead: ((output + input[0]) + input[1]) + ...
   int divisor = 1;
   std::string_view label = {};
 };

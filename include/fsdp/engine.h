@@ -41,6 +41,10 @@ struct SaveOptions {
 };
 struct ResumeOptions {
   bool trainable_only = false;  // as it was saved
+  // The checkpoint's learning rate, as Optimizer::set_lr had left it, and its betas, eps, weight decay and momentum
+  // replace those that Engine::optimizer was given, if it is the same kind of optimizer (of a TorchOptimizer: the
+  // learning rate). What parameter groups override stays theirs. false: all stay as they were given.
+  bool optimizer_settings = true;
 };
 struct LoadOptions {
   bool trainable_only = false;  // the file holds trainable parameters only; frozen ones stay as they are

@@ -99,6 +99,17 @@ struct ShardOptions {
   // Units gathered ahead once the timeline is known; 0 = on demand. The arena has prefetch + 2 slots of the largest
   // unit's size; 2 where every unit keeps its parameters whole, none where gradients stay whole too.
   int prefetch = 1;
+  // The bits of a step do not depend on the number of ranks, for a global batch cut into micro-batches 0, 1, 2, ... of
+  // which rank r of W runs r, r + W, r + 2W, ... in this order: gradients are summed in the order of micro-batches and
+  // divided once, and norms are summed exactly. Each micro-batch is one backward of a loss that Engine::weigh has seen.
+  // Costs one more pass over the gradients where a norm is finite. For strategies that reduce each backward
+  // (kFullShard, kShardGradients); Engine::gradient_views and summon give undivided sums.
+  bool ordered_sums = false;
+  // A unit's weights are updated as soon as its gradients are reduced, in backward, and no gradient is kept: the memory
+  // for them is that of one unit's share. A step is one backward; it cannot be clipped, skipped, scaled or taken back,
+  // and once a unit's gradients are complete it may not be used again before Optimizer::step. For AdamW, Adam and SGD,
+  // and for kFullShard and kShardGradients. Units with copies (shard_group) keep their share's gradients.
+  bool update_in_backward = false;
   // Options of one unit, by its dotted name ("(root)" for the parameters of no unit); nullopt = those above. Called
   // once per unit, in fsdp::shard; the same on every rank.
   std::function<std::optional<UnitOptions>(const std::string& unit_name)> per_unit{};

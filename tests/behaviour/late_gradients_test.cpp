@@ -86,6 +86,29 @@ TEST_P(LateGradientsTest, StayBehindARoundThatWaitsForASlot) {
                });
 }
 
+// Of what the module has cleared nothing counts, nor on a rank that has no backward after it: there the shares of the
+// others' gradients begin anew, too.
+TEST_P(LateGradientsTest, BeginAnewOnEveryRankThatHasCleared) {
+  for (const bool to_none : {false, true}) {
+    for (const int backwards : {0, 1, 2}) {
+      on_two_ranks({.strategy = GetParam()},
+                   [&](const Context& context, Pairs& m, Engine& engine, Optimizer& optimizer) {
+                     (m.a->sum() * 100).backward();
+                     if (backwards == 2) (m.a->sum() * 100).backward();
+                     if (context.rank() == 0) m.a->p.sum().backward();  // of a round that is not over
+                     m.zero_grad(to_none);
+                     for (int i = 0; i < backwards; ++i) {
+                       if (context.rank() == 1) m.a->sum().backward();
+                     }
+                     optimizer.step();
+                     expect_moved(m.a->p, 0.5 * backwards);
+                     expect_moved(m.a->q, 0.5 * backwards);
+                     EXPECT_EQ(engine.step(), 1);
+                   });
+    }
+  }
+}
+
 // A pipeline's receive buffer is written again once backward has returned.
 TEST_P(LateGradientsTest, AreCopiesOfTheUsersTensors) {
   on_two_ranks({.strategy = GetParam()}, [&](const Context&, Pairs& m, Engine&, Optimizer& optimizer) {

@@ -3,9 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 
 #include "tests/behaviour/function_model.h"
+#include "tests/support/temp_dir.h"
 
 namespace fsdp::testing {
 namespace {
@@ -224,6 +226,88 @@ TEST(FailingTogetherRulesTest, EndsWhateverTheOthersComeTo) {
     });
     EXPECT_EQ(engine.step(), 1);
   });
+}
+
+// The others may be in any collective of the engine, with rounds of gradients open, waiting or local.
+TEST(FailingTogetherRulesTest, EndsEveryCollectiveOfTheEngine) {
+  const TempDir dir;
+  for (const ShardOptions& base : strategies()) {
+    ShardOptions options = base;
+    options.units = units_named({"a", "b"});
+    run_ranks(3,
+              [&](const Context& context) {
+                const at::NoGradGuard no_grad_by_default;
+                const auto model = in_turn(make_model);
+                Engine engine = shard(context, model, options);
+                Optimizer optimizer = engine.optimizer(SGD{.lr = 1});
+                engine.keep_ema({});
+                const Tensors before = parameters_of(*model);
+                const std::vector<std::function<void()>> collectives{
+                    [&] { engine.save(dir / "run"); },
+                    [&] { engine.consolidate(dir / "file.safetensors"); },
+                    [&] { engine.resume(dir / "run"); },
+                    [&] { const Summoned scope = engine.summon(); },
+                    [&] { const AveragedWeights scope = engine.use_ema(); },
+                    [&] { model->w.fill_(3); },
+                    [&] { const NoSync scope = engine.no_sync(); },
+                };
+                for (std::size_t i = 0; i < collectives.size(); ++i) {
+                  SCOPED_TRACE(i);
+                  EXPECT_THAT(text_of<StepFailed>([&] {
+                                engine.attempt([&] {
+                                  const at::AutoGradMode with_gradients(true);
+                                  const Batch batch = function_batch(0);
+                                  model->loss(batch.input, batch.target).backward();
+                                  model->a(batch.input).sum().backward();  // of a round that is not over
+                                  if (context.rank() == 1) throw std::runtime_error("a bad sample");
+                                  const at::NoGradGuard no_grad;
+                                  collectives[i]();
+                                });
+                              }),
+                              AllOf(HasSubstr("rank 1"), HasSubstr("a bad sample")));
+                  EXPECT_EQ(engine.memory().held_gradient_bytes, 0U);
+                  for (const auto& [name, value] : parameters_of(*model))
+                    expect_equal(value, before.at(name), 0, 0, name);
+                }
+                // Every rank is at the same step, with all its slots.
+                for (int step = 0; step < 2; ++step) {
+                  const at::AutoGradMode with_gradients(true);
+                  const Batch batch = function_batch(step);
+                  model->loss(batch.input, batch.target).backward();
+                  optimizer.step();
+                }
+                EXPECT_EQ(engine.step(), 2);
+              },
+              {.timeout = std::chrono::seconds(10)});
+  }
+  EXPECT_TRUE(files_below(dir.path()).empty());
+}
+
+// A collective of the communicator itself knows nothing of steps: the job ends, and no rank goes on a step apart.
+TEST(FailingTogetherRulesTest, EndsTheJobWhereAnotherRankIsInACollectiveOfTheCommunicator) {
+  std::atomic<int> ended{0};
+  EXPECT_THROW(run_ranks(2,
+                         [&](const Context& context) {
+                           const auto model = in_turn(make_model);
+                           Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
+                           Optimizer optimizer = engine.optimizer(SGD{});
+                           try {
+                             engine.attempt([&] {
+                               if (context.rank() == 1) throw std::runtime_error("a bad sample");
+                               context.mean(1);
+                             });
+                           } catch (const std::exception&) {
+                           }
+                           try {
+                             optimizer.step();
+                           } catch (const std::exception& error) {
+                             EXPECT_THAT(error.what(), HasSubstr("a bad sample"));
+                             ++ended;
+                             throw;
+                           }
+                         }),
+               CommunicationError);
+  EXPECT_EQ(ended, 2);
 }
 
 }  // namespace

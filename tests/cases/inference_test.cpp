@@ -125,7 +125,8 @@ TEST_P(C26InferenceMode, AroundShardLeavesTrainingAlone) {
     train_steps(session, kind, 0, 3);
   });
   scenario.shard_in_inference_mode = true;
-  scenario.optimizer = AdamW{.lr = 1e-2};
+  // The gradient of a key's bias is zero but for rounding, which differs between machines; beside this eps it is nothing.
+  scenario.optimizer = AdamW{.lr = 1e-2, .eps = 1e-3};
   expect_equals_reference(scenario);
 }
 

@@ -91,6 +91,56 @@ struct UnitGradient final : torch::nn::Module {
   Linear fc{nullptr};
 };
 
+// The same, where the loop has set the rate itself: set_lr, betas, weight decay and momentum are those of the checkpoint,
+// whatever the resumed run's optimizer was made with.
+TEST(C84DecayedRate, IsTheOneThatWasSet) {
+  for (const Layout& layout : all_layouts()) {
+    SCOPED_TRACE(name_of(layout));
+    const TempDir dir;
+    run_ranks(layout.world_size, [&](const Context& context) {
+      const auto make_engine = [&](const std::shared_ptr<UnitGradient>& model) {
+        return shard(context, model,
+                     {.units = units<Linear>(), .strategy = layout.strategy, .shard_group = layout.shard_group});
+      };
+      const auto step = [](UnitGradient& model, Optimizer& optimizer) {
+        const Tensors before = parameters_of(model);
+        model.loss().backward();
+        optimizer.step();
+        Tensors moved = parameters_of(model);
+        for (auto& [name, value] : moved) value = before.at(name) - value;
+        return moved;
+      };
+      // Saves after one step of `saved` at a set rate; a run made with `given` then moves as the first one would have.
+      const auto expect_restored = [&](const auto& saved, const auto& given, const char* run) {
+        const auto first = in_turn([] { return std::make_shared<UnitGradient>(); });
+        Engine saving = make_engine(first);
+        Optimizer optimizer = saving.optimizer(saved);
+        step(*first, optimizer);
+        optimizer.set_lr(0.01);
+        saving.save(dir / run);
+        const Tensors expected = step(*first, optimizer);
+        const auto second = in_turn([] { return std::make_shared<UnitGradient>(); });
+        Engine resuming = make_engine(second);
+        Optimizer resumed = resuming.optimizer(given);
+        ASSERT_EQ(resuming.resume(dir / run), 1);
+        EXPECT_EQ(resumed.lr(), 0.01);
+        for (const auto& [name, value] : step(*second, resumed)) expect_equal(value, expected.at(name), 0, 0, name);
+        const auto third = in_turn([] { return std::make_shared<UnitGradient>(); });
+        Engine keeping = make_engine(third);
+        Optimizer kept = keeping.optimizer(given);
+        keeping.resume(dir / run, {.optimizer_settings = false});
+        EXPECT_EQ(kept.lr(), given.lr);
+      };
+      expect_restored(SGD{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.1}, SGD{.lr = 0.5, .momentum = 0.2}, "sgd");
+      expect_restored(AdamW{.lr = 0.1, .betas = {0.8, 0.9}, .eps = 1e-3, .weight_decay = 0.3}, AdamW{.lr = 0.5},
+                      "adamw");
+      expect_restored(Adam{.lr = 0.1, .betas = {0.8, 0.9}, .eps = 1e-3, .weight_decay = 0.3}, Adam{.lr = 0.5}, "adam");
+      expect_restored(Muon{.lr = 0.1, .momentum = 0.5, .weight_decay = 0.1, .others = {.lr = 0.3}}, Muon{.lr = 0.5},
+                      "muon");
+    });
+  }
+}
+
 // C84: a checkpoint brings back the moments but not the rate that training had decayed to, and the resumed run starts
 // with the first one again. A rate that follows a schedule is a function of the step, so the step after a resume moves
 // each weight by the decayed rate, at any number of ranks.

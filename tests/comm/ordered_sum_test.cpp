@@ -61,6 +61,16 @@ TEST(OrderedSumTest, AddsFromTheFirstRankToTheLast) {
   EXPECT_EQ(summed<float>(DType::kFloat32, reversed, 1)[0], 1.0F);
 }
 
+TEST(OrderedSumTest, ContinuesFromTheOutputInOrder) {
+  const std::vector<Bytes> inputs{bytes_of<float>({16777216}), bytes_of<float>({-16777216})};
+  const std::vector<const std::byte*> pointers{inputs[0].data(), nullptr, inputs[1].data()};
+  float added = 1, continued = 1;
+  ordered_sum({.inputs = pointers, .numel = 1, .output = reinterpret_cast<std::byte*>(&added), .accumulate = true});
+  ordered_sum({.inputs = pointers, .numel = 1, .output = reinterpret_cast<std::byte*>(&continued), .in_order = true});
+  EXPECT_EQ(added, 1.0F);      // 1 + (2^24 - 2^24)
+  EXPECT_EQ(continued, 0.0F);  // (1 + 2^24) - 2^24
+}
+
 TEST(OrderedSumTest, MatchesAScalarFoldAtLengthsAroundABlock) {
   for (const std::int64_t numel : {1, 7, 1023, 1024, 1025, 4099}) {
     for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt64,

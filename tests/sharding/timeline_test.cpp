@@ -26,6 +26,25 @@ TEST(TimelineTest, RunsTheFirstStepOnDemandAndPlansTheSecond) {
   EXPECT_TRUE(pass(timeline, {0, 1, 2}));
 }
 
+// A unit of two parameters of which a step uses one: a plan ends its round at that one, unless rounds are to be whole.
+TEST(TimelineTest, LeavesTheEndOfARoundThatIsNotWholeToTheOneWhoCutsIt) {
+  for (const bool whole_rounds : {false, true}) {
+    Timeline timeline({{2}, {1}}, 1, whole_rounds);
+    for (int step = 0; step < 3; ++step) {
+      touch(timeline, {0});
+      touch(timeline, {1});
+      EXPECT_TRUE(timeline.arrive(1, 0, false).ends);
+      EXPECT_EQ(touch(timeline, {0}) != nullptr, step > 0);
+      EXPECT_EQ(timeline.arrive(0, 1, false).ends, step > 0 && !whole_rounds);
+      if (whole_rounds) timeline.cut_round(0);
+      // Cut where the plan ends it, too, so the step goes on with the plan.
+      touch(timeline, {1});
+      EXPECT_EQ(timeline.arrive(1, 0, false).packs, true);
+      timeline.finish_step();
+    }
+  }
+}
+
 TEST(TimelineTest, CollapsesRepeatedTouchesHoweverManyThereAre) {
   Timeline timeline({{1}, {1}}, 1);
   for (const int touches : {3, 50, 1}) {
