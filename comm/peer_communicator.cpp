@@ -21,14 +21,14 @@ namespace {
 class PeerSegment final : public Segment {
  public:
   PeerSegment(int rank, std::shared_ptr<const MappedMemory> memory, std::size_t bytes)
-      : Segment(rank), memory_(std::move(memory)), bytes_(bytes) {}
+      : Segment(rank), memory_(std::move(memory)), bytes_(bytes), stride_(round_up_to_page(bytes)) {}
   std::span<std::byte> peer(int rank) const override {
-    return memory_->span().subspan(static_cast<std::size_t>(rank) * round_up_to_page(bytes_), bytes_);
+    return memory_->span().subspan(static_cast<std::size_t>(rank) * stride_, bytes_);
   }
 
  private:
   std::shared_ptr<const MappedMemory> memory_;
-  std::size_t bytes_;
+  std::size_t bytes_, stride_;
 };
 
 std::uint32_t detail_of(DType dtype, ReduceOp op) {

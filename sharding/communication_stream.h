@@ -30,6 +30,16 @@ class CommunicationStream {
   void stop();
 
   void enqueue(Job job);
+  // Runs what is ready, and too small for a hand-over, on the calling thread; a failure is one of the stream.
+  template <class Run, class Describe>
+  void run_here(const Run& run, const Describe& describe) {
+    try {
+      run();
+    } catch (...) {
+      fail(std::current_exception(), describe());
+      check();
+    }
+  }
   // Rethrows the first failure of a job; the communicator has been aborted with its text.
   void check() const;
 

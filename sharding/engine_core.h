@@ -57,6 +57,8 @@ struct EngineCore {
   std::string describe(std::string_view operation, int unit) const;
   // A wait for a slot to drain need not go on: it has drained, or an overflow buffer is to be taken.
   bool wait_is_over(int slot, std::chrono::steady_clock::time_point began) const;
+  // A copy of so little costs less than to wake the engine's thread and to wait for it.
+  bool is_small(const UnitLayout& layout) const { return layout.bytes <= kSmallBytes; }
   // Throws the first failure of the stream or of any rank.
   void check() const;
   // Blocks until `done`, with `lock` (of `mutex`) let go meanwhile.
@@ -86,6 +88,7 @@ struct EngineCore {
   CommunicationStream stream;  // last: its thread ends before the rest goes
 
  private:
+  static constexpr std::size_t kSmallBytes = 32768;
   std::size_t share_of(const FlatGroup& group) const {
     return static_cast<std::size_t>(model.unit_of(group).mesh.share());
   }

@@ -55,6 +55,7 @@ EngineState::~EngineState() {
     // A peer is gone or an operator still runs; the storages are given up all the same.
   }
   core_.stream.stop();  // its jobs use the pager and the reducer
+  core_.mailbox.set_gone();
   core_.model.release();
 }
 

@@ -8,6 +8,8 @@
 
 #include <fsdp/error.h>
 
+#include "comm/ordered_sum.h"
+
 namespace fsdp {
 
 GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
@@ -42,6 +44,8 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
   if (restarts) round.restarts.push_back(parameter);
   if (arrived.ends) {
     end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
+  } else if (packs_now && !keeps) {
+    pack(round, static_cast<std::size_t>(p.trainable_index), core_.slots.location(round.slot));
   } else if (arrived.packs && !keeps) {
     open_slot(lock, p.unit, arrived.slot);
   }
@@ -62,14 +66,20 @@ void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& g
   }
   const FlatGroup& group = core_.model.group_of(p);
   const Buffer buffer = own_buffer(kLocal, group);
-  at::Tensor sum = make_plain_view(
-      buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype), p.tensor,
-      buffer.dtype);
+  std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
   const auto index = static_cast<std::size_t>(p.trainable_index);
-  if (round->packed[index] && !restarts) {
-    sum.add_(gradient);
+  const bool adds = round->packed[index] && !restarts;
+  if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(group.dtype) &&
+      !gradient.is_neg()) {
+    const auto* elements = static_cast<const std::byte*>(gradient.const_data_ptr());
+    ordered_sum({.inputs = std::span(&elements, 1),
+                 .numel = gradient.numel(),
+                 .input_dtype = group.dtype,
+                 .output = target,
+                 .in_order = adds});
   } else {
-    sum.copy_(gradient);
+    at::Tensor sum = make_plain_view(target, p.tensor, buffer.dtype);
+    adds ? sum.add_(gradient) : sum.copy_(gradient);
   }
   round->packed[index] = true;
   if (restarts) round->restarts.push_back(static_cast<int>(&p - core_.model.parameters.data()));
@@ -284,25 +294,27 @@ GradientReducer::Buffer GradientReducer::own_buffer(std::uint64_t location, cons
 }
 
 void GradientReducer::pack_held(Round& round, std::uint64_t location) {
-  const at::NoGradGuard no_grad;
-  const UnitLayout& unit = core_.unit(round.unit);
   for (std::size_t i = 0; i < round.held.size(); ++i) {
-    at::Tensor& gradient = round.held[i];
-    if (!gradient.defined()) continue;
-    const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(unit.trainable[i])];
-    const FlatGroup& group = core_.model.group_of(p);
-    const Buffer buffer = own_buffer(location, group);
-    std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
-    if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(buffer.dtype) &&
-        !gradient.is_neg()) {
-      std::memcpy(target, gradient.const_data_ptr(), gradient.nbytes());
-    } else {
-      make_plain_view(target, p.tensor, buffer.dtype).copy_(gradient);
-    }
-    held_bytes_ -= gradient.nbytes();
-    gradient.reset();
-    round.packed[i] = true;
+    if (round.held[i].defined()) pack(round, i, location);
   }
+}
+
+void GradientReducer::pack(Round& round, std::size_t index, std::uint64_t location) {
+  const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(core_.unit(round.unit).trainable[index])];
+  const FlatGroup& group = core_.model.group_of(p);
+  const Buffer buffer = own_buffer(location, group);
+  std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
+  at::Tensor& gradient = round.held[index];
+  if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(buffer.dtype) &&
+      !gradient.is_neg()) {
+    std::memcpy(target, gradient.const_data_ptr(), gradient.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;
+    make_plain_view(target, p.tensor, buffer.dtype).copy_(gradient);
+  }
+  held_bytes_ -= gradient.nbytes();
+  gradient.reset();
+  round.packed[index] = true;
 }
 
 void GradientReducer::zero_missing(const Round& round, std::uint64_t location) const {
@@ -366,6 +378,10 @@ void GradientReducer::publish_absent(int unit, std::vector<int> restarts) {
 void GradientReducer::enqueue_reduction(std::shared_ptr<Round> round) {
   const int unit = round->unit;
   const std::uint64_t generation = round->generation;
+  if (core_.is_small(core_.unit(unit)) && !core_.update_in_backward && core_.mailbox.is_reducible(unit, generation)) {
+    core_.stream.run_here([&] { reduce(round); }, [&] { return core_.describe("reduce", unit); });
+    return;
+  }
   core_.stream.enqueue({.ready = [this, unit, generation] { return core_.mailbox.is_reducible(unit, generation); },
                         .run = [this, round = std::move(round)] { reduce(round); },
                         .what = core_.describe("reduce", unit)});

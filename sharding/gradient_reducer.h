@@ -145,6 +145,7 @@ class GradientReducer {
   int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   void flush_pending();
   void pack_held(Round& round, std::uint64_t location);
+  void pack(Round& round, std::size_t index, std::uint64_t location);
   void zero_missing(const Round& round, std::uint64_t location) const;
   // From its slot, or else into the overflow segment.
   void publish(std::unique_ptr<Round> round);
@@ -156,7 +157,8 @@ class GradientReducer {
   void reduce_group(const Round& round, const FlatGroup& group);
   void update(const Round& round);
   // Widens the inputs of the narrower type where ranks published in two.
-  DType unify(std::int64_t numel, std::vector<at::Tensor>& widened);
+  DType unify(std::span<const std::byte*> inputs, std::span<const DType> dtypes, std::int64_t numel,
+              std::vector<at::Tensor>& widened) const;
   void complete(Round& round);
   void take_squares(const FlatGroup& group);
   void restart(const Round& round);
@@ -186,8 +188,6 @@ class GradientReducer {
   std::uint64_t micro_batches_ = 0;  // of this step
   std::function<void(int unit, bool all_used)> update_;
   std::vector<double> squares_;
-  std::vector<const std::byte*> inputs_;  // of one reduction, on the engine's thread: by rank
-  std::vector<DType> dtypes_;
   std::string failure_;
   std::size_t held_bytes_ = 0, peak_overflow_bytes_ = 0;
   std::int64_t held_rounds_ = 0;

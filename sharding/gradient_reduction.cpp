@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <c10/util/SmallVector.h>
+
 #include "sharding/gradient_reducer.h"
 
 namespace fsdp {
@@ -35,22 +37,22 @@ void GradientReducer::reduce_group(const Round& round, const FlatGroup& group) {
   const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
   const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), unit.mesh.replica());
   const std::int64_t begin = unit.mesh.share() * group.layout->shard_numel() + part.offset;
-  inputs_.assign(ranks, nullptr);
-  dtypes_.assign(ranks, group.reduce_dtype);
+  c10::SmallVector<const std::byte*, 16> inputs(ranks, nullptr);
+  c10::SmallVector<DType, 16> dtypes(ranks, group.reduce_dtype);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     const auto r = static_cast<int>(rank);
     const std::uint64_t location = core_.mailbox.location(r, round.unit, round.generation);
     if (location == ReduceMailbox::kAbsent) continue;
     const Buffer buffer = buffer_at(r, location, group);
-    inputs_[rank] = buffer.data + bytes_of(begin, buffer.dtype);
-    dtypes_[rank] = buffer.dtype;
+    inputs[rank] = buffer.data + bytes_of(begin, buffer.dtype);
+    dtypes[rank] = buffer.dtype;
   }
   std::vector<at::Tensor> widened;
-  const DType dtype = unify(part.numel, widened);
+  const DType dtype = unify(std::span(inputs.data(), ranks), std::span(dtypes.data(), ranks), part.numel, widened);
   std::byte* output = core_.gradient_shard(group) + gradient_bytes(group, part.offset);
   const bool ordered = core_.ordered_sums;
   if (ordered && !round.accumulates) std::memset(output, 0, gradient_bytes(group, part.numel));
-  core_.communicator().reduce({.inputs = inputs_,
+  core_.communicator().reduce({.inputs = std::span(inputs.data(), ranks),
                                .numel = part.numel,
                                .input_dtype = dtype,
                                .output = output,
@@ -62,15 +64,16 @@ void GradientReducer::reduce_group(const Round& round, const FlatGroup& group) {
 }
 
 // Local gradients are fp32, those in a slot may be narrower; ranks that differ in their use of no_sync() mix the two.
-DType GradientReducer::unify(std::int64_t numel, std::vector<at::Tensor>& widened) {
+DType GradientReducer::unify(std::span<const std::byte*> inputs, std::span<const DType> dtypes, std::int64_t numel,
+                             std::vector<at::Tensor>& widened) const {
   const auto wider = [](DType a, DType b) { return size_of(a) < size_of(b); };
-  const DType widest = *std::max_element(dtypes_.begin(), dtypes_.end(), wider);
-  for (std::size_t rank = 0; rank < inputs_.size(); ++rank) {
-    if (inputs_[rank] == nullptr || dtypes_[rank] == widest) continue;
+  const DType widest = *std::max_element(dtypes.begin(), dtypes.end(), wider);
+  for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
+    if (inputs[rank] == nullptr || dtypes[rank] == widest) continue;
     widened.push_back(zeroed_bytes(bytes_of(numel, widest)));
     auto* data = static_cast<std::byte*>(widened.back().mutable_data_ptr());
-    cast_elements(data, widest, inputs_[rank], dtypes_[rank], numel);
-    inputs_[rank] = data;
+    cast_elements(data, widest, inputs[rank], dtypes[rank], numel);
+    inputs[rank] = data;
   }
   return widest;
 }

@@ -155,15 +155,26 @@ void Pager::start_gather(int unit, int slot) {
   } else if (slot == kNoSlot || !core_.slots.is_free(slot)) {
     slot = core_.slots.find_free();
   }
-  // Enqueued first: it may throw, and cannot run before this thread lets go of the mutex.
-  const auto began = std::chrono::steady_clock::now();
-  core_.stream.enqueue({.ready = [this, slot, began] { return slot == kNoSlot || core_.wait_is_over(slot, began); },
-                        .run = [this, unit] { run_gather(unit); },
-                        .what = core_.describe("gather", unit)});
+  const bool runs_here = core_.is_small(core_.unit(unit)) && (slot == kNoSlot || core_.slots.is_drained(slot));
+  if (!runs_here) {
+    // Enqueued first: it may throw, and cannot run before this thread lets go of the mutex.
+    const auto began = std::chrono::steady_clock::now();
+    core_.stream.enqueue({.ready = [this, slot, began] { return slot == kNoSlot || core_.wait_is_over(slot, began); },
+                          .run = [this, unit] { run_gather(unit); },
+                          .what = core_.describe("gather", unit)});
+  }
   move_to(residency.state, ParameterState::kGathering, core_.unit_name(unit));
   residency.drop = false;
   residency.slot = slot;
   if (slot != kNoSlot) core_.slots.take(slot);
+  if (!runs_here) return;
+  core_.stream.run_here(
+      [&] {
+        std::byte* data = find_room(unit);
+        copy_shares(unit, data);
+        finish_gather(unit, data);
+      },
+      [&] { return core_.describe("gather", unit); });
 }
 
 // Where a gather is to put the unit. A slot that peers still read is given up for an overflow buffer.
@@ -184,6 +195,12 @@ void Pager::run_gather(int unit) {
     const std::lock_guard lock(core_.mutex);
     data = find_room(unit);
   }
+  copy_shares(unit, data);
+  const std::lock_guard lock(core_.mutex);
+  finish_gather(unit, data);
+}
+
+void Pager::copy_shares(int unit, std::byte* data) {
   const UnitLayout& layout = core_.unit(unit);
   for (const int index : layout.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
@@ -196,7 +213,10 @@ void Pager::run_gather(int unit) {
                                  .ranks = layout.mesh.shares,
                                  .stride = group.parameter_stride});
   }
-  const std::lock_guard lock(core_.mutex);
+}
+
+void Pager::finish_gather(int unit, std::byte* data) {
+  const UnitLayout& layout = core_.unit(unit);
   for (const int index : layout.groups) {
     const FlatGroup& group = core_.model.groups[static_cast<std::size_t>(index)];
     group.storage->point_at(data + group.slot_offset);

@@ -61,7 +61,9 @@ class Pager {
   void start_gather(int unit, int slot);
   void say_what_is_awaited(std::span<const int> units);
   std::byte* find_room(int unit);
-  void run_gather(int unit);
+  void run_gather(int unit);  // on the engine's thread; its parts:
+  void copy_shares(int unit, std::byte* data);
+  void finish_gather(int unit, std::byte* data);
   void free(int unit);
   void drop(int unit);
   // The unit's own memory holds all of it whatever the shards become: they are its shards.

@@ -12,9 +12,9 @@ struct ReduceMailbox::Entry {
   std::uint64_t location;
 };
 
-// A waiting word: 0 = running, else the unit and generation waited for.
+// A waiting word: 0 = running, ~0 = gone, else the unit and generation waited for.
 namespace {
-constexpr std::uint64_t kRunning = 0;
+constexpr std::uint64_t kRunning = 0, kGone = ~std::uint64_t{0};
 constexpr int kGenerationBits = 40;
 }  // namespace
 
@@ -77,6 +77,7 @@ void ReduceMailbox::set_waiting(int unit, std::uint64_t generation) {
 }
 
 void ReduceMailbox::set_running() { set_word(kRunning); }
+void ReduceMailbox::set_gone() { set_word(kGone); }
 
 void ReduceMailbox::set_word(std::uint64_t word) {
   std::atomic<std::uint64_t>& own = Board(segment_->local(), units()).waiting();
@@ -119,6 +120,9 @@ bool ReduceMailbox::waits_for(int rank, int other, std::uint64_t word) const {
   if (word == kRunning) return false;
   const int unit = static_cast<int>(word >> kGenerationBits) - 1;
   const std::uint64_t generation = word & ((std::uint64_t{1} << kGenerationBits) - 1);
+  const Board board(segment_->peer(other), units());
+  if (board.waiting().load(std::memory_order_acquire) == kGone)
+    return board.consumed(unit).load(std::memory_order_acquire) < generation;
   // A peer that has published further has published this one too.
   return entry(other, unit, generation).generation.load(std::memory_order_acquire) < generation;
 }
@@ -133,7 +137,7 @@ bool ReduceMailbox::is_deadlocked() const {
   for (bool changed = true; changed;) {
     changed = false;
     for (int rank = 0; rank < ranks; ++rank) {
-      if (goes_on[static_cast<std::size_t>(rank)]) continue;
+      if (goes_on[static_cast<std::size_t>(rank)] || words[static_cast<std::size_t>(rank)] == kGone) continue;
       bool blocked = false;
       for (int other = 0; other < ranks; ++other) {
         blocked |= !goes_on[static_cast<std::size_t>(other)] &&

@@ -13,7 +13,8 @@
 // A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the
 // ranks that have not published it go on; ranks that run units in different orders may wait for each other, or in a
 // collective. Each rank sees all the others' words, finds the circle, and takes an overflow buffer instead. So memory
-// stays bounded where ranks do alike, and nothing hangs where they do not. A rank that is blocked outside of the
+// stays bounded where ranks do alike, and nothing hangs where they do not. A rank whose engine is gone reads nothing any
+// more, so a generation that it has not consumed never drains. A rank that is blocked outside of the
 // library is not seen; for that the wait has an end of its own (EngineCore::wait_is_over).
 #pragma once
 
@@ -47,6 +48,7 @@ class ReduceMailbox {
   // What this rank's program waits for: a generation to be drained, or nothing.
   void set_waiting(int unit, std::uint64_t generation);
   void set_running();
+  void set_gone();  // the last word of this rank
   // This rank waits, and no rank that could end the wait will go on before it does.
   bool is_deadlocked() const;
 

@@ -129,8 +129,9 @@ class Use {
  public:
   Use(const OperatorTraits& traits, Storages storages, bool writes)
       : name_(traits.name), storages_(std::move(storages)), writes_(writes) {
-    std::stable_sort(storages_.begin(), storages_.end(),
-                     [](const auto* a, const auto* b) { return a->owner() < b->owner(); });
+    const auto by_owner = [](const auto* a, const auto* b) { return a->owner() < b->owner(); };
+    if (!std::is_sorted(storages_.begin(), storages_.end(), by_owner))
+      std::stable_sort(storages_.begin(), storages_.end(), by_owner);
   }
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;

@@ -111,6 +111,25 @@ TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
 }
 
 // Rank 0 is in a collective of the user's (a mean of the losses) before it has published what rank 1 needs.
+TEST(ReduceMailboxTest, AWaitForARankThatIsGoneIsWithoutEndUnlessItHasRead) {
+  run_ranks(2, [](const Context& context) {
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), {mesh, mesh}, 3);
+    for (const int unit : {0, 1}) mailbox.publish(unit, 1, 0);
+    mailbox.consume(0, 1);
+    if (context.rank() == 1) mailbox.set_gone();
+    context.communicator().barrier();
+    if (context.rank() == 0) {
+      EXPECT_FALSE(mailbox.is_deadlocked());
+      mailbox.set_waiting(0, 1);
+      EXPECT_FALSE(mailbox.is_deadlocked());
+      mailbox.set_waiting(1, 1);
+      EXPECT_TRUE(mailbox.is_deadlocked());
+    }
+    context.communicator().barrier();
+  });
+}
+
 TEST(ReduceMailboxTest, ARankInACollectiveThatThisOneHasNotReachedIsPartOfACircle) {
   run_ranks(2, [](const Context& context) {
     const Mesh mesh = full_shard(context);
