@@ -44,6 +44,10 @@ Optimizer Engine::optimizer(Muon options) { return state_->make_optimizer(std::m
 Optimizer Engine::optimizer(TorchOptimizer options) { return state_->make_optimizer(std::move(options)); }
 void Engine::keep_ema(const Ema& options) { state_->keep_ema(options); }
 AveragedWeights Engine::use_ema() { return AveragedWeights(*state_); }
+at::Tensor Engine::cast_input(const at::Tensor& input) const { return state_->cast_input(input); }
+std::vector<at::Tensor> Engine::cast_outputs(std::vector<at::Tensor> outputs) {
+  return state_->cast_outputs(std::move(outputs));
+}
 at::Tensor Engine::weigh(const at::Tensor& mean_loss, double samples) { return state_->weigh(mean_loss, samples); }
 void Engine::attempt(const std::function<void()>& body) { state_->attempt(body); }
 NoSync Engine::no_sync() { return NoSync(*state_); }

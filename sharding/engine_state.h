@@ -48,6 +48,9 @@ class EngineState final : public StorageOwner {
   at::Tensor weigh(const at::Tensor& mean_loss, double samples);
   void attempt(const std::function<void()>& body);
 
+  at::Tensor cast_input(const at::Tensor& input) const;
+  std::vector<at::Tensor> cast_outputs(std::vector<at::Tensor> outputs);
+
   void keep_ema(const Ema& options);
   void begin_averaged();
   void end_averaged();
@@ -143,6 +146,7 @@ class EngineState final : public StorageOwner {
   std::vector<GradientSlot> gradients_;  // by parameter
   std::map<const PagedStorage*, std::vector<std::byte>> shares_before_write_;
   bool identity_checked_ = false;  // since the last step
+  bool output_cast_ = false;       // by Engine::forward, since the last step
   bool summoned_ = false, averaged_ = false;
 };
 

@@ -92,6 +92,22 @@ void EngineState::fail_step(const std::string& reason) {
   throw std::logic_error("a settlement with a failure did not throw");
 }
 
+at::Tensor EngineState::cast_input(const at::Tensor& input) const {
+  const c10::ScalarType param = options_.precision.param;
+  const bool casts = param != c10::ScalarType::Float && input.defined() && input.is_floating_point();
+  return casts ? input.to(param) : input;
+}
+
+std::vector<at::Tensor> EngineState::cast_outputs(std::vector<at::Tensor> outputs) {
+  if (!options_.precision.output) return outputs;
+  for (at::Tensor& output : outputs) {
+    if (output.defined() && output.is_floating_point()) output = output.to(*options_.precision.output);
+  }
+  const std::lock_guard lock(core_.mutex);
+  output_cast_ = true;
+  return outputs;
+}
+
 at::Tensor EngineState::weigh(const at::Tensor& mean_loss, double samples) {
   if (!(samples >= 0 && std::isfinite(samples)))
     throw InvalidArgument(fmt::format("Engine::weigh: expected samples of at least 0, got {}", samples));
@@ -174,13 +190,19 @@ StepResult EngineState::step(const StepOptions& options) {
   optimizer();
   refuse_within_scopes("Optimizer::step");
   core_.model.check_identity();
+  const bool used = std::any_of(gradients_.begin(), gradients_.end(), [](const GradientSlot& g) { return g.taken; });
+  if (options_.precision.output && used && !output_cast_) {
+    throw InvalidArgument(
+        fmt::format("Optimizer::step: precision.output is {}, but no forward since the last step went through "
+                    "Engine::forward, which casts to it; call the model by it, or leave precision.output out",
+                    c10::toString(*options_.precision.output)));
+  }
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);
     settle(lock, "Optimizer::step");
     lock.unlock();
-    samples_.unweighed = !samples_.weighed && std::any_of(gradients_.begin(), gradients_.end(),
-                                                          [](const GradientSlot& g) { return g.taken; });
+    samples_.unweighed = !samples_.weighed && used;
     const GradientSummary summary = summarize_gradients(core_, reducer_.used(), reducer_.squares(), options.norm_type,
                                                         samples_);
     const double scale = summary.weight / (options.scaler != nullptr ? options.scaler->scale() : 1.0);
@@ -248,6 +270,7 @@ void EngineState::drop_gradients() {
     gradients_[i] = {};
   }
   samples_ = {};
+  output_cast_ = false;
   reducer_.forget();
 }
 

@@ -76,6 +76,10 @@ std::string_view name_of(Strategy strategy) {
 
 std::vector<UnitPolicy> resolve_policies(const std::vector<CutUnit>& units, const ShardOptions& options,
                                          int world_size) {
+  if (const auto& output = options.precision.output; output && !c10::isFloatingType(*output)) {
+    throw InvalidArgument(fmt::format("fsdp::shard: expected precision.output to be a floating-point type, got {}",
+                                      c10::toString(*output)));
+  }
   if (options.ordered_sums && options.update_in_backward) {
     throw InvalidArgument(
         "fsdp::shard: ordered_sums with update_in_backward: the one divides by the samples of a whole step, the other "
@@ -85,6 +89,10 @@ std::vector<UnitPolicy> resolve_policies(const std::vector<CutUnit>& units, cons
   for (const CutUnit& unit : units) {
     std::optional<UnitOptions> own;
     if (options.per_unit) own = options.per_unit(unit.name);
+    if (own && own->precision.output && own->precision.output != options.precision.output) {
+      refuse(unit.name,
+             "precision.output of one unit: results leave the whole model only; set ShardOptions::precision.output");
+    }
     policies.push_back(resolve(own.value_or(UnitOptions{options.strategy, options.shard_group, options.precision}),
                                unit.name, world_size));
     check_model_options(options, policies.back(), unit.name);

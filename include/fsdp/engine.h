@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include <fsdp/memory_stats.h>
 #include <fsdp/optimizer.h>
 #include <fsdp/options.h>
+#include <fsdp/outputs.h>
 #include <fsdp/shard_view.h>
 
 namespace fsdp {
@@ -155,6 +157,18 @@ class Engine {
   // Collective.
   AveragedWeights use_ema();
 
+  // function(inputs...) with floating-point tensors among the inputs cast to ShardOptions::precision.param, and
+  // floating-point results to precision.output, if they are set; all else passes through. Casts are part of the graph.
+  // The function returns a tensor, a vector or a tuple of tensors.
+  //
+  //   y = engine.forward([&](const at::Tensor& x) { return model->forward(x); }, input);
+  template <class Function, class... Inputs>
+  auto forward(Function&& function, const Inputs&... inputs) {
+    using Result = std::decay_t<std::invoke_result_t<Function, const Inputs&...>>;
+    using Outputs = detail::Outputs<Result>;
+    return Outputs::unpack(cast_outputs(Outputs::pack(function(cast_input(inputs)...))));
+  }
+
   // mean_loss * samples, for ranks and micro-batches of different size: the step's gradient is then
   //   sum(samples * gradient of mean_loss) / sum(samples)
   // over all ranks and micro-batches since the last step, instead of the mean over ranks and the sum over
@@ -179,6 +193,13 @@ class Engine {
   std::int64_t step() const;  // optimizer steps taken, resumed ones included
 
  private:
+  template <class Input>
+  const Input& cast_input(const Input& input) const {
+    return input;
+  }
+  at::Tensor cast_input(const at::Tensor& input) const;
+  std::vector<at::Tensor> cast_outputs(std::vector<at::Tensor> outputs);
+
   std::unique_ptr<EngineState> state_;
 };
 

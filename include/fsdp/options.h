@@ -33,13 +33,16 @@ enum class Strategy { kReplicate, kShardOptimizer, kShardGradients, kFullShard }
 // The types that fp32 parameters are computed in. Parameters of other types, and buffers, stay as they are.
 struct MixedPrecision {
   // torch::kFloat, kBFloat16 or kHalf. A 16-bit type makes the module's fp32 parameters tensors of that type:
-  // activations have to be, too (cast the model's input), and gradients come in it. Each rank keeps an fp32 master of
+  // activations have to be, too (Engine::forward casts the input), and gradients come in it. Each rank keeps an fp32 master of
   // its share, which the optimizer updates and checkpoints hold.
   c10::ScalarType param = c10::ScalarType::Float;
   // What gradients are rounded to before they travel. They travel in the narrower of this and their own type, and are
   // summed and accumulated in fp32 always, so kFloat costs nothing beside 16-bit parameters. kFloat, kBFloat16 or
   // kHalf; units whose gradients are reduced once a step need kFloat.
   c10::ScalarType reduce = c10::ScalarType::Float;
+  // What Engine::forward casts floating-point results to; nullopt: they stay as they come. One for the whole model. A
+  // step without a forward of that kind is refused, since nothing would be cast.
+  std::optional<c10::ScalarType> output{};
   bool operator==(const MixedPrecision&) const = default;
 };
 

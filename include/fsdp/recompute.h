@@ -3,46 +3,19 @@
 #pragma once
 
 #include <functional>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/outputs.h>
+
 namespace fsdp {
 
 namespace detail {
 using RecomputedFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 std::vector<at::Tensor> recompute(RecomputedFunction function, std::vector<at::Tensor> inputs);
-
-template <class T>
-struct Outputs;
-template <>
-struct Outputs<at::Tensor> {
-  static std::vector<at::Tensor> pack(at::Tensor output) { return {std::move(output)}; }
-  static at::Tensor unpack(std::vector<at::Tensor> outputs) { return std::move(outputs.front()); }
-};
-template <>
-struct Outputs<std::vector<at::Tensor>> {
-  static std::vector<at::Tensor> pack(std::vector<at::Tensor> outputs) { return outputs; }
-  static std::vector<at::Tensor> unpack(std::vector<at::Tensor> outputs) { return outputs; }
-};
-template <class... Tensors>
-struct Outputs<std::tuple<Tensors...>> {
-  static std::vector<at::Tensor> pack(const std::tuple<Tensors...>& outputs) {
-    return std::apply([](const auto&... output) { return std::vector<at::Tensor>{output...}; }, outputs);
-  }
-  static std::tuple<Tensors...> unpack(const std::vector<at::Tensor>& outputs) {
-    return unpack(outputs, std::index_sequence_for<Tensors...>());
-  }
-
- private:
-  template <std::size_t... index>
-  static std::tuple<Tensors...> unpack(const std::vector<at::Tensor>& outputs, std::index_sequence<index...>) {
-    return {outputs[index]...};
-  }
-};
 }  // namespace detail
 
 // function(inputs...), whose intermediate tensors are dropped after forward and made again in backward, under the

@@ -264,5 +264,88 @@ TEST(AutocastTest, RunsOnTopAndEqualsPlainAutocast) {
   expect_bit_equal(train_sharded(training, 1), train_plain(training));
 }
 
+// Engine::forward casts as a user would by hand, gradients and all; what is no floating-point tensor passes through.
+TEST(EngineForwardTest, CastsInputsAndResultsAsByHand) {
+  for (const at::ScalarType output : {at::kFloat, at::kDouble, at::kHalf}) {
+    run_ranks(2, [&](const Context& context) {
+      at::set_num_threads(1);
+      const auto by_hand = in_turn(make_model), called = in_turn(make_model);
+      const auto options = [&](std::optional<at::ScalarType> type) {
+        return ShardOptions{.units = units_named({"a", "b"}), .precision = {.param = at::kBFloat16, .output = type}};
+      };
+      Engine first = shard(context, by_hand, options(std::nullopt)), second = shard(context, called, options(output));
+      Optimizer plain = first.optimizer(SGD{.lr = 1}), optimizer = second.optimizer(SGD{.lr = 1});
+      const at::Tensor rows = at::arange(12);
+      for (int step = 0; step < 3; ++step) {
+        const Batch batch = function_batch(step);
+        const at::Tensor expected = plain_function(*by_hand, batch.input.to(at::kBFloat16)).to(output);
+        const auto [found, same_rows, number] = second.forward(
+            [&](const at::Tensor& x, const at::Tensor& integers, int factor) {
+              EXPECT_EQ(x.scalar_type(), at::kBFloat16);
+              EXPECT_TRUE(integers.is_same(rows));
+              return std::tuple{plain_function(*called, x), integers, at::scalar_tensor(factor, at::kLong)};
+            },
+            batch.input, rows, 7);
+        EXPECT_EQ(found.scalar_type(), output);
+        EXPECT_TRUE(same_rows.is_same(rows));
+        EXPECT_EQ(number.item<int>(), 7);
+        EXPECT_TRUE(at::equal(found, expected));
+        expected.to(at::kFloat).square().mean().backward();
+        found.to(at::kFloat).square().mean().backward();
+        plain.step();
+        optimizer.step();
+      }
+      const Tensors expected = parameters_of(*by_hand);
+      for (const auto& [name, value] : parameters_of(*called)) expect_equal(value, expected.at(name), 0, 0, name);
+    });
+  }
+}
+
+TEST(EngineForwardTest, PassesAllThroughWhereNoPrecisionIsSet) {
+  run_ranks(1, [](const Context& context) {
+    const auto model = in_turn(make_model);
+    Engine engine = shard(context, model);
+    const at::Tensor x = at::ones({2}, at::kDouble);
+    const std::vector<at::Tensor> same = engine.forward(
+        [](const at::Tensor& a, const at::Tensor& b) {
+          return std::vector{a, b};
+        },
+        x, at::Tensor());
+    EXPECT_TRUE(same[0].is_same(x));
+    EXPECT_FALSE(same[1].defined());
+  });
+}
+
+TEST(EngineForwardTest, IsWhereAnOutputTypeIsMetOrElseTheStepIsRefused) {
+  run_ranks(2, [](const Context& context) {
+    const auto model = in_turn(make_model);
+    Engine engine = shard(context, model, {.precision = {.param = at::kBFloat16, .output = at::kFloat}});
+    Optimizer optimizer = engine.optimizer(SGD{});
+    optimizer.step();  // of a rank without data
+    const Batch batch = function_batch(0);
+    for (const bool goes_through : {true, false, true}) {
+      const auto forward = [&](const at::Tensor& x) { return plain_function(*model, x.to(at::kBFloat16)); };
+      (goes_through ? engine.forward(forward, batch.input) : forward(batch.input)).sum().backward();
+      if (goes_through) {
+        optimizer.step();
+        continue;
+      }
+      EXPECT_THAT(text_of<InvalidArgument>([&] { optimizer.step(); }),
+                  AllOf(HasSubstr("precision.output is Float"), HasSubstr("Engine::forward")));
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(engine.step(), 3);
+    const auto other = in_turn(make_model);
+    EXPECT_THAT(text_of<InvalidArgument>([&] { shard(context, other, {.precision = {.output = at::kInt}}); }),
+                AllOf(HasSubstr("precision.output"), HasSubstr("Int")));
+    EXPECT_THAT(text_of<InvalidArgument>([&] {
+                  shard(context, other, {.per_unit = [](const std::string&) {
+                          return UnitOptions{.precision = {.output = at::kFloat}};
+                        }});
+                }),
+                HasSubstr("precision.output of one unit"));
+  });
+}
+
 }  // namespace
 }  // namespace fsdp::testing
