@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
@@ -36,6 +37,13 @@ void check_own_storage(const NamedParameter& parameter, std::unordered_map<const
   }
 }
 
+// What a parameter that is a view was made from, where nothing but the view knows of it: `randn({n, m}).t()`.
+at::Tensor own_base(const at::Tensor& tensor) {
+  if (!tensor.is_view()) return {};
+  const at::Tensor base(tensor._base());
+  return base.use_count() == 2 ? base : at::Tensor();  // the view and this one
+}
+
 void check_shardable(const NamedParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   if (tensor.layout() != at::kStrided)
@@ -45,7 +53,7 @@ void check_shardable(const NamedParameter& parameter) {
            "expected the CPU: this build has no other device");
   if (!tensor.is_non_overlapping_and_dense())
     refuse(parameter, "overlaps itself or has holes", "give the module a contiguous() copy");
-  if (tensor.storage().use_count() != 1) {
+  if (tensor.storage().use_count() != (own_base(tensor).defined() ? 2 : 1)) {
     refuse(parameter,
            "shares its storage with a tensor outside the module (a view or detached copy that is still held)",
            "drop that tensor before fsdp::shard, or give the module a clone()");
@@ -210,6 +218,8 @@ void ShardedModel::take_over(const std::shared_ptr<GradientHook>& hook) {
     }
     p.tensor.set_data(make_touch_view(group.storage, p.tensor.detach(), group.dtype,
                                       group.layout->parameters()[p.index_in_group].offset));
+    // The view keeps its base, which would keep the whole values.
+    if (at::Tensor base = own_base(p.tensor); base.defined()) base.set_data(at::empty({0}, base.options()));
   }
 }
 

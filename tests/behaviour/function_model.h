@@ -39,9 +39,17 @@ class FunctionModel final : public LossModel {
 
 inline bool is_sharded(const FunctionModel& model) { return carries_touch_key(model.w); }
 
+inline constexpr Strategy kStrategies[] = {Strategy::kReplicate, Strategy::kShardOptimizer, Strategy::kShardGradients,
+                                           Strategy::kFullShard};
+
 // A use of all three units.
 inline at::Tensor plain_function(FunctionModel& model, const at::Tensor& x) {
   return at::tanh(model.b(model.a(x).narrow(1, 5, FunctionModel::kWidth))).matmul(model.w);
+}
+
+inline std::shared_ptr<FunctionModel> make_plain_model() {
+  at::manual_seed(5);
+  return std::make_shared<FunctionModel>(plain_function);
 }
 
 inline Batch function_batch(int step) {

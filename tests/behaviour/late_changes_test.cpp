@@ -14,11 +14,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::shared_ptr<FunctionModel> make_model() {
-  at::manual_seed(5);
-  return std::make_shared<FunctionModel>(plain_function);
-}
-
 void run_backward(FunctionModel& model, int step, const Context& context) {
   const Batch batch = part_of(function_batch(step), context.rank(), context.world_size());
   model.loss(batch.input, batch.target).backward();
@@ -41,7 +36,7 @@ TEST(BufferTest, IsRankZerosAtTheStartAndEachRanksOwnLater) {
 
 TEST(BufferTest, OfAnotherShapeOnSomeRankIsRefused) {
   run_ranks(2, [](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     model->register_buffer("table", at::ones({4 + context.rank()}));
     EXPECT_THAT(text_of<InvalidArgument>([&] { shard(context, model, {}); }), HasSubstr("rank 1"));
   });
@@ -52,7 +47,7 @@ TEST(RequiresGradTest, MayBeTakenAwayAndGivenBackBetweenSteps) {
   for (const Strategy strategy : {Strategy::kFullShard, Strategy::kReplicate}) {
     run_ranks(2, [strategy](const Context& context) {
       at::set_num_threads(1);
-      const auto model = in_turn(make_model), plain = in_turn(make_model);
+      const auto model = in_turn(make_plain_model), plain = in_turn(make_plain_model);
       Engine engine = shard(context, model, {.units = units_named({"a", "b"}), .strategy = strategy});
       Optimizer optimizer = engine.optimizer(SGD{.lr = 0.5, .weight_decay = 0.1});
       for (int step = 0; step < 6; ++step) {
@@ -78,7 +73,7 @@ TEST(RequiresGradTest, MayBeTakenAwayAndGivenBackBetweenSteps) {
 TEST(LateParameterTest, IsRefusedByNameBeforeItTrainsUnnoticed) {
   run_ranks(2, [](const Context& context) {
     const TempDir dir;
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     model->b->register_parameter("late", at::ones({3}));
     EXPECT_THAT(text_of<InvalidArgument>([&] { run_backward(*model, 0, context); }),
@@ -91,7 +86,7 @@ TEST(LateParameterTest, IsRefusedByNameBeforeItTrainsUnnoticed) {
 TEST(AdapterTest, AreSavedAndLoadedWithoutTheirFrozenBase) {
   const TempDir dir;
   const auto make_frozen = [] {
-    const auto model = make_model();
+    const auto model = make_plain_model();
     for (at::Tensor& p : model->a->parameters()) p.requires_grad_(false);
     model->b->bias.requires_grad_(false);
     return model;

@@ -89,23 +89,30 @@ TEST_P(LateGradientsTest, StayBehindARoundThatWaitsForASlot) {
 // Of what the module has cleared nothing counts, nor on a rank that has no backward after it: there the shares of the
 // others' gradients begin anew, too.
 TEST_P(LateGradientsTest, BeginAnewOnEveryRankThatHasCleared) {
+  struct Case {
+    bool to_none, leaves_a_round_open;
+    int backwards;
+  };
+  std::vector<Case> cases;
   for (const bool to_none : {false, true}) {
-    for (const int backwards : {0, 1, 2}) {
-      on_two_ranks({.strategy = GetParam()},
-                   [&](const Context& context, Pairs& m, Engine& engine, Optimizer& optimizer) {
-                     (m.a->sum() * 100).backward();
-                     if (backwards == 2) (m.a->sum() * 100).backward();
-                     if (context.rank() == 0) m.a->p.sum().backward();  // of a round that is not over
-                     m.zero_grad(to_none);
-                     for (int i = 0; i < backwards; ++i) {
-                       if (context.rank() == 1) m.a->sum().backward();
-                     }
-                     optimizer.step();
-                     expect_moved(m.a->p, 0.5 * backwards);
-                     expect_moved(m.a->q, 0.5 * backwards);
-                     EXPECT_EQ(engine.step(), 1);
-                   });
+    for (const bool open : {false, true}) {
+      for (const int backwards : {0, 1, 2}) cases.push_back({to_none, open, backwards});
     }
+  }
+  for (const Case& chosen : cases) {
+    on_two_ranks({.strategy = GetParam()}, [&](const Context& context, Pairs& m, Engine& engine, Optimizer& optimizer) {
+      (m.a->sum() * 100).backward();
+      if (chosen.backwards == 2) (m.a->sum() * 100).backward();
+      if (context.rank() == 0 && chosen.leaves_a_round_open) m.a->p.sum().backward();
+      m.zero_grad(chosen.to_none);
+      for (int i = 0; i < chosen.backwards; ++i) {
+        if (context.rank() == 1) m.a->sum().backward();
+      }
+      optimizer.step();
+      expect_moved(m.a->p, 0.5 * chosen.backwards);
+      expect_moved(m.a->q, 0.5 * chosen.backwards);
+      EXPECT_EQ(engine.step(), 1);
+    });
   }
 }
 

@@ -19,11 +19,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::shared_ptr<FunctionModel> make_model() {
-  at::manual_seed(5);
-  return std::make_shared<FunctionModel>(plain_function);
-}
-
 void run_backward(FunctionModel& model, int step, int rank = 0, int world_size = 1) {
   const Batch batch = part_of(function_batch(step), rank, world_size);
   model.loss(batch.input, batch.target).backward();
@@ -39,7 +34,7 @@ Tensors train(int world_size, const ShardOptions& base, const MakeOptimizer& mak
   options.units = units_named({"a", "b"});
   run_ranks(world_size, [&](const Context& context) {
     at::set_num_threads(1);
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, options);
     Optimizer optimizer = make(engine);
     if (first > 0) {
@@ -77,7 +72,7 @@ class TorchOptimizerTest : public ::testing::TestWithParam<TorchCell> {};
 TEST_P(TorchOptimizerTest, EqualsPlainLibTorchAtAnyWorldSizeAndStrategy) {
   Tensors expected;
   {
-    const auto model = make_model();
+    const auto model = make_plain_model();
     std::vector<ParameterShard> whole;
     for (const auto& item : model->named_parameters()) whole.push_back({item.key(), item.value()});
     const auto plain = GetParam().optimizer.make(whole);
@@ -194,7 +189,7 @@ TEST(TorchOptimizerRulesTest, TakesAUsersOwnAndSavesTheStateThatItNames) {
   train(2, {}, named, 0, 3, dir / "run");
   expect_near(train(2, {}, named, 3, 6, dir / "run"), whole, 0, 0);
   run_ranks(2, [&](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     engine.optimizer(TorchOptimizer{.make = make});
     engine.memory();
@@ -204,7 +199,7 @@ TEST(TorchOptimizerRulesTest, TakesAUsersOwnAndSavesTheStateThatItNames) {
 
 TEST(TorchOptimizerRulesTest, RefusesWhatAShardCannotDoByName) {
   run_ranks(2, [](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     EXPECT_THAT(text_of<InvalidArgument>(
                     [&] { engine.optimizer(torch_optimizer<torch::optim::LBFGS>(torch::optim::LBFGSOptions(1))); }),
@@ -215,7 +210,7 @@ TEST(TorchOptimizerRulesTest, RefusesWhatAShardCannotDoByName) {
                       torch_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(1).momentum(0.9).dampening(0.5)));
                 }),
                 HasSubstr("dampening"));
-    const auto half = in_turn(make_model);
+    const auto half = in_turn(make_plain_model);
     half->to(at::kBFloat16);
     Engine other = shard(context, half, {.units = units_named({"a", "b"})});
     EXPECT_THAT(text_of<InvalidArgument>(
@@ -237,7 +232,7 @@ TEST(OrthogonalizedTest, HasSingularValuesNearOne) {
 
 // By hand on whole tensors.
 Tensors muon_by_hand(int steps) {
-  const auto model = make_model();
+  const auto model = make_plain_model();
   std::map<std::string, at::Tensor> momenta;
   torch::optim::AdamW others({model->a->bias, model->b->bias}, torch::optim::AdamWOptions(1e-3));
   for (int step = 0; step < steps; ++step) {
@@ -278,7 +273,7 @@ TEST(MuonTest, KeepsEachMomentumOnOneRankAndResumesAtAnotherWorldSize) {
     expect_near(train(3, {}, make, 3, 6, dir / name), whole, 1e-5, 1e-4);
   }
   run_ranks(3, [](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     engine.optimizer(Muon{.matches = [](const std::string& name) { return name != "w"; }});
     std::map<std::string, std::int64_t> owned;

@@ -1,5 +1,8 @@
 // ShardOptions::ordered_sums: a global batch of fixed micro-batches has the same step, to the bit, at any number of ranks.
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -127,10 +130,51 @@ std::vector<Setting> settings() {
 INSTANTIATE_TEST_SUITE_P(Settings, OrderedSumsTest, ::testing::ValuesIn(settings()),
                          [](const auto& test) { return std::string(test.param.name); });
 
+// Another order of the same sums: the numbers of the other mode.
+TEST(OrderedSumsOffTest, ThereAreTheSameNumbers) {
+  ShardOptions options{.units = units_named({"a", "b"})};
+  const Outcome off = train({}, 2, options);
+  options.ordered_sums = true;
+  const Outcome on = train({}, 2, options);
+  for (const auto& [name, value] : off.values) expect_equal(on.values.at(name), value, 1e-5, 1e-4, name);
+  for (std::size_t step = 0; step < off.norms.size(); ++step) EXPECT_NEAR(on.norms[step], off.norms[step], 1e-6);
+}
+
 // What the mode is for; should this fail, the tests above prove nothing.
 TEST(OrderedSumsOffTest, ThereAreOtherBitsAtAnotherNumberOfRanks) {
   const ShardOptions options{.units = units_named({"a", "b"})};
   EXPECT_FALSE(has_the_same_bits(train({}, 2, options), train({}, 1, options)));
+}
+
+// One rank is done with all its micro-batches, none of which uses a unit, before the other begins: more of them than
+// ranks keep places for.
+TEST(OrderedSumsOrderTest, HoldsWhereARankOutrunsTheOther) {
+  constexpr int kMicroBatches = 40;
+  const auto train_with = [](int world_size) {
+    Tensors values;
+    std::atomic<int> weighed{0};
+    run_ranks(world_size,
+              [&](const Context& context) {
+                at::set_num_threads(1);
+                const auto model = in_turn([] { return make_model(false); });
+                Engine engine = shard(context, model, {.units = units_named({"a", "b"}), .ordered_sums = true});
+                Optimizer optimizer = engine.optimizer(SGD{.lr = 0.1});
+                while (context.rank() == 1 && weighed < kMicroBatches / 2) std::this_thread::yield();
+                for (int m = context.rank(); m < kMicroBatches; m += world_size) {
+                  const Batch batch = micro_batch(0, m);
+                  const at::Tensor alone = at::ones({3}).requires_grad_(true);
+                  engine.weigh(m % 2 == 0 ? alone.sum() : model->loss(batch.input, batch.target), 1).backward();
+                  ++weighed;
+                }
+                optimizer.step();
+                const Tensors own = assemble(context, engine.shard_views());
+                if (context.is_main()) values = own;
+              },
+              {.timeout = std::chrono::seconds(20)});
+    return values;
+  };
+  const Tensors expected = train_with(1);
+  for (const auto& [name, value] : train_with(2)) expect_equal(value, expected.at(name), 0, 0, name);
 }
 
 void on_one_rank(const std::function<void(FunctionModel&, Engine&, Optimizer&)>& body) {

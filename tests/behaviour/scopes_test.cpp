@@ -12,9 +12,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr Strategy kStrategies[] = {Strategy::kReplicate, Strategy::kShardOptimizer, Strategy::kShardGradients,
-                                    Strategy::kFullShard};
-
 void on_ranks(int world_size, const std::function<void(const Context&, FunctionModel&, Engine&, Optimizer&)>& body,
               ShardOptions options = {}, const RunRanksOptions& ranks = {}) {
   options.units = units_named({"a", "b"});

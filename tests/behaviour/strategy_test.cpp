@@ -15,9 +15,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr Strategy kStrategies[] = {Strategy::kReplicate, Strategy::kShardOptimizer, Strategy::kShardGradients,
-                                    Strategy::kFullShard};
-
 struct Cell {
   Strategy strategy;
   int world_size;

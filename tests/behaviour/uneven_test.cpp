@@ -15,11 +15,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::shared_ptr<FunctionModel> make_model() {
-  at::manual_seed(5);
-  return std::make_shared<FunctionModel>(plain_function);
-}
-
 const std::vector<ShardOptions>& strategies() {
   static const std::vector<ShardOptions> options{{},
                                                  {.strategy = Strategy::kReplicate},
@@ -40,7 +35,7 @@ std::pair<std::int64_t, std::int64_t> rows_of(int step, int rank, int world_size
 TEST(UnevenTest, WeighsEverySampleAlikeWhateverRankAndMicroBatchItIsIn) {
   for (const int world_size : {1, 2, 3, 4}) {
     // Plain LibTorch over all rows that some rank has.
-    const auto plain = make_model();
+    const auto plain = make_plain_model();
     std::vector<double> norms;
     for (int step = 0; step < 4; ++step) {
       std::vector<at::Tensor> inputs, targets;
@@ -66,7 +61,7 @@ TEST(UnevenTest, WeighsEverySampleAlikeWhateverRankAndMicroBatchItIsIn) {
     for (const ShardOptions& base : strategies()) {
       run_ranks(world_size, [&](const Context& context) {
         at::set_num_threads(1);
-        const auto model = in_turn(make_model);
+        const auto model = in_turn(make_plain_model);
         ShardOptions options = base;
         options.units = units_named({"a", "b"});
         Engine engine = shard(context, model, options);
@@ -90,7 +85,7 @@ TEST(UnevenTest, WeighsEverySampleAlikeWhateverRankAndMicroBatchItIsIn) {
 
 TEST(UnevenTest, RefusesAStepInWhichSomeRanksWeighAndOthersDoNot) {
   run_ranks(3, [](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     Optimizer optimizer = engine.optimizer(SGD{});
     const auto backward = [&](bool weighs) {
@@ -142,7 +137,7 @@ TEST_P(FailingTogetherTest, DropsTheStepOnEveryRankAndGoesOn) {
                   return y.matmul(m.w);
                 });
               });
-              const auto twin = in_turn(make_model);
+              const auto twin = in_turn(make_plain_model);
               Engine engine = shard(context, model, options);
               Optimizer optimizer = engine.optimizer(AdamW{.lr = 1e-2});
               std::vector<Tensors> seen;
@@ -198,7 +193,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, FailingTogetherTest,
 // of gradients too.
 TEST(FailingTogetherRulesTest, EndsWhateverTheOthersComeTo) {
   run_ranks(3, [](const Context& context) {
-    const auto model = in_turn(make_model);
+    const auto model = in_turn(make_plain_model);
     Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
     Optimizer optimizer = engine.optimizer(SGD{});
     const Batch batch = function_batch(0);
@@ -228,57 +223,74 @@ TEST(FailingTogetherRulesTest, EndsWhateverTheOthersComeTo) {
   });
 }
 
-// The others may be in any collective of the engine, with rounds of gradients open, waiting or local.
+// The others may be in any collective of the engine, with rounds of gradients open, in a slot or not, or local: in their
+// backward one parameter's gradient has thrown, which the loop has caught.
 TEST(FailingTogetherRulesTest, EndsEveryCollectiveOfTheEngine) {
   const TempDir dir;
   for (const ShardOptions& base : strategies()) {
     ShardOptions options = base;
     options.units = units_named({"a", "b"});
-    run_ranks(3,
-              [&](const Context& context) {
-                const at::NoGradGuard no_grad_by_default;
-                const auto model = in_turn(make_model);
-                Engine engine = shard(context, model, options);
-                Optimizer optimizer = engine.optimizer(SGD{.lr = 1});
-                engine.keep_ema({});
-                const Tensors before = parameters_of(*model);
-                const std::vector<std::function<void()>> collectives{
-                    [&] { engine.save(dir / "run"); },
-                    [&] { engine.consolidate(dir / "file.safetensors"); },
-                    [&] { engine.resume(dir / "run"); },
-                    [&] { const Summoned scope = engine.summon(); },
-                    [&] { const AveragedWeights scope = engine.use_ema(); },
-                    [&] { model->w.fill_(3); },
-                    [&] { const NoSync scope = engine.no_sync(); },
-                };
-                for (std::size_t i = 0; i < collectives.size(); ++i) {
-                  SCOPED_TRACE(i);
-                  EXPECT_THAT(text_of<StepFailed>([&] {
-                                engine.attempt([&] {
-                                  const at::AutoGradMode with_gradients(true);
-                                  const Batch batch = function_batch(0);
-                                  model->loss(batch.input, batch.target).backward();
-                                  model->a(batch.input).sum().backward();  // of a round that is not over
-                                  if (context.rank() == 1) throw std::runtime_error("a bad sample");
-                                  const at::NoGradGuard no_grad;
-                                  collectives[i]();
-                                });
-                              }),
-                              AllOf(HasSubstr("rank 1"), HasSubstr("a bad sample")));
-                  EXPECT_EQ(engine.memory().held_gradient_bytes, 0U);
-                  for (const auto& [name, value] : parameters_of(*model))
-                    expect_equal(value, before.at(name), 0, 0, name);
-                }
-                // Every rank is at the same step, with all its slots.
-                for (int step = 0; step < 2; ++step) {
-                  const at::AutoGradMode with_gradients(true);
-                  const Batch batch = function_batch(step);
-                  model->loss(batch.input, batch.target).backward();
-                  optimizer.step();
-                }
-                EXPECT_EQ(engine.step(), 2);
-              },
-              {.timeout = std::chrono::seconds(10)});
+    const auto run = [&](const Context& context) {
+      const auto model = in_turn(make_plain_model);
+      Engine engine = shard(context, model, options);
+      Optimizer optimizer = engine.optimizer(SGD{.lr = 0.1});
+      engine.keep_ema({});
+      bool throws = false;
+      model->b->weight.register_hook([&](const at::Tensor& gradient) {
+        if (throws) throw std::runtime_error("caught by the loop");
+        return gradient;
+      });
+      const auto backward = [&](int step) {
+        const Batch batch = function_batch(step);
+        model->loss(batch.input, batch.target).backward();
+      };
+      const auto train = [&](int steps) {
+        for (int step = 0; step < steps; ++step) {
+          backward(step);
+          optimizer.step();
+        }
+      };
+      const at::NoGradGuard writes_need_it;
+      const auto with_gradients = [](const auto& body) {
+        const at::AutoGradMode on(true);
+        body();
+      };
+      const std::vector<std::function<void()>> collectives{
+          [&] { engine.save(dir / "run"); },
+          [&] { engine.consolidate(dir / "file.safetensors"); },
+          [&] { engine.resume(dir / "run"); },
+          [&] { const Summoned scope = engine.summon(); },
+          [&] { const AveragedWeights scope = engine.use_ema(); },
+          [&] { model->w.fill_(3); },
+          [&] { const NoSync scope = engine.no_sync(); },
+      };
+      for (std::size_t i = 0; i < collectives.size(); ++i) {
+        SCOPED_TRACE(i);
+        with_gradients([&] { train(2); });  // so that a plan gives rounds their slots
+        const Tensors before = parameters_of(*model);
+        const auto body = [&] {
+          throws = context.rank() != 1;
+          with_gradients([&] {
+            if (!throws) return backward(0);
+            EXPECT_THROW(backward(0), std::runtime_error);
+          });
+          throws = false;
+          if (context.rank() == 1) throw std::runtime_error("a bad sample");
+          collectives[i]();
+        };
+        EXPECT_THAT(text_of<StepFailed>([&] { engine.attempt(body); }),
+                    AllOf(HasSubstr("rank 1"), HasSubstr("a bad sample")));
+        EXPECT_EQ(engine.memory().held_gradient_bytes, 0U);
+        for (const auto& [name, value] : parameters_of(*model)) expect_equal(value, before.at(name), 0, 0, name);
+      }
+      // Every rank is at the same step, with all its slots.
+      with_gradients([&] { train(2); });
+      const std::int64_t overflows = engine.memory().overflows;
+      with_gradients([&] { train(3); });
+      EXPECT_EQ(engine.memory().overflows, overflows);
+      EXPECT_EQ(engine.step(), 2 * static_cast<std::int64_t>(collectives.size()) + 5);
+    };
+    run_ranks(3, run, {.timeout = std::chrono::seconds(10)});
   }
   EXPECT_TRUE(files_below(dir.path()).empty());
 }
@@ -288,7 +300,7 @@ TEST(FailingTogetherRulesTest, EndsTheJobWhereAnotherRankIsInACollectiveOfTheCom
   std::atomic<int> ended{0};
   EXPECT_THROW(run_ranks(2,
                          [&](const Context& context) {
-                           const auto model = in_turn(make_model);
+                           const auto model = in_turn(make_plain_model);
                            Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
                            Optimizer optimizer = engine.optimizer(SGD{});
                            try {

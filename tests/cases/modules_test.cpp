@@ -80,6 +80,40 @@ TEST(C30StridedParameters, KeepValuesAndStridesThroughSteps) {
   }
 }
 
+// A view of a tensor that nobody else holds is a parameter like any other, and its values are not held twice.
+TEST(C30StridedParameters, MayBeViewsOfATensorThatIsGone) {
+  struct Turned final : LossModel {
+    Turned() : LossModel("Turned") {
+      weight = register_parameter("weight", at::randn({9, 12}).t());
+      part = register_parameter("part", at::randn({2, 9}).select(0, 1));
+    }
+    at::Tensor loss(const at::Tensor& input, const at::Tensor& target) override {
+      return at::mse_loss(at::tanh(input.matmul(weight) + part), target);
+    }
+    at::Tensor weight, part;
+  };
+  const auto strides = strides_of(*seeded<Turned>()());
+  EXPECT_EQ(strides, (std::vector<std::vector<std::int64_t>>{{1, 12}, {1}}));
+  Scenario scenario{.make_model = seeded<Turned>(), .units = Units{}, .optimizer = SGD{.lr = 0.05, .momentum = 0.5}};
+  scenario.script = [&](Session& session) {
+    for (int step = 0; step < 3; ++step) {
+      train(session, rows(12, 12, 9, 30 + static_cast<std::uint64_t>(step)), "step " + std::to_string(step));
+      EXPECT_EQ(strides_of(session.model()), strides);
+    }
+  };
+  expect_equals_reference(scenario, all_layouts());
+  run_ranks(2, [](const Context& context) {
+    const auto model = in_turn(seeded<Turned>());
+    Engine engine = shard(context, model);
+    EXPECT_EQ(model->parameters()[0]._base().numel(), 0);
+  });
+  run_ranks(1, [](const Context& context) {
+    const auto model = in_turn(seeded<Turned>());
+    const at::Tensor held(model->parameters()[0]._base());
+    EXPECT_THROW(shard(context, model), InvalidArgument);
+  });
+}
+
 // The form on disk is row-major whatever lies in memory: a module of the other layout loads the same values.
 TEST(C30StridedParameters, LoadIntoAModuleOfAnotherLayout) {
   struct Weights final : torch::nn::Module {
