@@ -93,7 +93,7 @@ void CommunicationStream::fail(std::exception_ptr error, const std::string& what
   communicator_.abort(text);
   {
     const std::lock_guard lock(mutex_);
-    failure_ = error;
+    if (failure_ == nullptr) failure_ = error;
     jobs_.clear();
   }
   on_progress_();

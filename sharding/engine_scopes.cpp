@@ -66,7 +66,12 @@ void EngineState::begin_averaged() {
 
 void EngineState::end_averaged() {
   averaged_ = false;
-  swap_averages("the end of Engine::use_ema");
+  try {
+    swap_averages("the end of Engine::use_ema");
+  } catch (const StepFailed&) {
+    swap_averages("the end of Engine::use_ema");  // a rank that failed within the scope ends it, too
+    throw;
+  }
 }
 
 void EngineState::swap_averages(std::string_view operation) {
@@ -110,6 +115,7 @@ void EngineState::begin_summon(const SummonOptions& options) {
     std::vector<PagedStorage*> storages;
     save_shares(use_of_all(storages, /*writes=*/true));
     if (!options.gradients) return;
+    shows_gradients_ = true;
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       if (reducer_.used()[i])
@@ -126,7 +132,7 @@ void EngineState::end_summon(const SummonOptions& options) {
     ~Unpin() {
       const std::lock_guard lock(engine.core_.mutex);
       engine.pager_.release(units, /*discard=*/true);  // pointers may have written anything
-      engine.summoned_ = false;
+      engine.summoned_ = engine.shows_gradients_ = false;
     }
   } const unpin{*this, units};
   for (std::size_t i = 0; options.gradients && i < gradients_.size(); ++i) {

@@ -314,12 +314,28 @@ void EngineState::on_gradient(const at::Tensor& tensor) {
            "use torch::autograd::grad with create_graph, which keeps the graph and accumulates nothing");
   if (gradient.layout() != at::kStrided)
     refuse("a sparse gradient", "build the torch::nn::Embedding with sparse(false)");
-  const bool restarts = slot.taken && (slot.cleared || !was_placeholder);
+  const std::vector<int> restarts = slot.taken && (slot.cleared || !was_placeholder) ? take_restarts(p)
+                                                                                     : std::vector<int>{};
   if (summoned_) refuse("the gradient of a backward within Engine::summon", "run backward outside of the scope");
   slot.taken = true;
   slot.cleared = false;
   // What autograd adds to a gradient that is there may be the user's own tensor.
   reducer_.take(lock, static_cast<int>(index), std::move(gradient), restarts, /*is_borrowed=*/was_placeholder);
+}
+
+// What the user has cleared of the unit of `p`, itself included, and from now on counts as not taken.
+std::vector<int> EngineState::take_restarts(const ShardedParameter& p) {
+  std::vector<int> restarts;
+  for (const int index : core_.unit(p.unit).trainable) {
+    const ShardedParameter& other = core_.model.parameters[static_cast<std::size_t>(index)];
+    GradientSlot& slot = gradients_[static_cast<std::size_t>(index)];
+    const bool cleared = &other == &p || (slot.taken && (slot.cleared || !other.is_placeholder(other.tensor.grad())));
+    if (!cleared) continue;
+    restarts.push_back(index);
+    slot.taken = slot.cleared = false;
+    if (&other != &p) other.tensor.mutable_grad().reset();
+  }
+  return restarts;
 }
 
 Optimizer EngineState::make_optimizer(OptimizerOptions options) {

@@ -84,6 +84,7 @@ class EngineState final : public StorageOwner {
   using UnitList = c10::SmallVector<int, 4>;  // an operator rarely touches more
   UnitList units_of(const OperatorUse& use) const;
   void begin_step();
+  std::vector<int> take_restarts(const ShardedParameter& p);
   void check_readable(std::string_view operation, std::span<const int> units) const;
   void save_shares(const OperatorUse& use);
   void restore_shares(const OperatorUse& use);
@@ -148,6 +149,7 @@ class EngineState final : public StorageOwner {
   bool identity_checked_ = false;  // since the last step
   bool output_cast_ = false;       // by Engine::forward, since the last step
   bool summoned_ = false, averaged_ = false;
+  bool shows_gradients_ = false;  // within Engine::summon: .grad holds them
 };
 
 }  // namespace fsdp

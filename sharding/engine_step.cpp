@@ -33,7 +33,8 @@ GradientReducer::Usage EngineState::usage_here() const {
   GradientReducer::Usage usage{std::vector<bool>(gradients_.size()), std::vector<bool>(gradients_.size())};
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const ShardedParameter& p = core_.model.parameters[i];
-    usage.used[i] = gradients_[i].taken && !gradients_[i].cleared && p.is_placeholder(p.tensor.grad());
+    usage.used[i] = gradients_[i].taken && !gradients_[i].cleared &&
+                    (shows_gradients_ || p.is_placeholder(p.tensor.grad()));
     usage.cleared[i] = gradients_[i].taken && !usage.used[i];
   }
   return usage;
@@ -196,6 +197,11 @@ StepResult EngineState::step(const StepOptions& options) {
         fmt::format("Optimizer::step: precision.output is {}, but no forward since the last step went through "
                     "Engine::forward, which casts to it; call the model by it, or leave precision.output out",
                     c10::toString(*options_.precision.output)));
+  }
+  if (core_.update_in_backward) {
+    const std::vector<bool> cleared = usage_here().cleared;
+    if (std::find(cleared.begin(), cleared.end(), true) != cleared.end())
+      refuse_half_updated("Optimizer::step after Module::zero_grad");
   }
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);

@@ -17,20 +17,24 @@ GradientReducer::GradientReducer(EngineCore& core, Pager& pager)
       pager_(pager),
       units_(core.model.units.size()),
       used_(core.model.parameters.size()),
+      restarted_at_(used_.size()),
       squares_(used_.size()) {}
 
-void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts,
-                           bool is_borrowed) {
+void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient,
+                           std::span<const int> restarts, bool is_borrowed) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
   const bool keeps = core_.unit(p.unit).policy.keeps_gradients;
   UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
   flush_pending();
   const bool local = accumulates_locally(p.unit);
   const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index, local || keeps);
-  if (arrived.ends_previous && rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false);
+  // The mutex stays taken from arrive() to here: another thread's gradient would belong to a round that is not open yet.
+  if (arrived.ends_previous && rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false, false);
+  for (const int restarted : restarts) drop_gradient(restarted);
   if (local) {
     add_locally(p, gradient, restarts);
     if (!arrived.ends) return;
+    if (rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false, false);
     if (arrived.frees_unit) pager_.free_if_idle(p.unit);
     // Behind a round that waits for a slot it waits, too: what the user has cleared is cleared in the order of rounds.
     if (no_sync_ == 0 && (arrived.last || !keeps) && rounds.pending == 0) publish(std::move(rounds.local));
@@ -41,9 +45,9 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
   const bool packs_now = (arrived.packs || arrived.ends) && round.slot != kNoSlot;
   round.held[static_cast<std::size_t>(p.trainable_index)] = is_borrowed && !packs_now ? gradient.clone()
                                                                                       : std::move(gradient);
-  if (restarts) round.restarts.push_back(parameter);
+  round.restarts.insert(round.restarts.end(), restarts.begin(), restarts.end());
   if (arrived.ends) {
-    end_round(lock, p.unit, arrived.slot, arrived.frees_unit);
+    end_round(lock, p.unit, arrived.slot, arrived.frees_unit, /*may_wait=*/true);
   } else if (packs_now && !keeps) {
     pack(round, static_cast<std::size_t>(p.trainable_index), core_.slots.location(round.slot));
   } else if (arrived.packs && !keeps) {
@@ -57,7 +61,8 @@ bool GradientReducer::accumulates_locally(int unit) const {
          (core_.unit(unit).policy.keeps_gradients || no_sync_ > 0 || rounds.local != nullptr);
 }
 
-void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& gradient, bool restarts) {
+void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& gradient,
+                                  std::span<const int> restarts) {
   const at::NoGradGuard no_grad;
   auto& round = units_[static_cast<std::size_t>(p.unit)].local;
   if (round == nullptr) {
@@ -68,7 +73,7 @@ void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& g
   const Buffer buffer = own_buffer(kLocal, group);
   std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
   const auto index = static_cast<std::size_t>(p.trainable_index);
-  const bool adds = round->packed[index] && !restarts;
+  const bool adds = round->packed[index];
   if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(group.dtype) &&
       !gradient.is_neg()) {
     const auto* elements = static_cast<const std::byte*>(gradient.const_data_ptr());
@@ -82,14 +87,14 @@ void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& g
     adds ? sum.add_(gradient) : sum.copy_(gradient);
   }
   round->packed[index] = true;
-  if (restarts) round->restarts.push_back(static_cast<int>(&p - core_.model.parameters.data()));
+  round->restarts.insert(round->restarts.end(), restarts.begin(), restarts.end());
 }
 
 // Gives a unit's open round a slot and packs what it holds.
 void GradientReducer::open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot) {
   const auto& open = units_[static_cast<std::size_t>(unit)].open;
   if (open->slot == kNoSlot) {
-    const int slot = find_slot(lock, unit, planned_slot);
+    const int slot = find_slot(lock, unit, planned_slot, /*may_wait=*/true);
     if (slot == kNoSlot) return;
     // The wait let other threads in: a second backward may have opened or ended the round.
     if (open == nullptr || open->slot != kNoSlot) {
@@ -144,9 +149,7 @@ void GradientReducer::begin_micro_batch(std::unique_lock<std::mutex>& lock) {
       if (rounds.pending == 0 && may_publish(*empty)) {
         publish_absent(unit, {});
       } else {
-        ++rounds.pending;
-        ++held_rounds_;
-        pending_.push_back(std::move(empty));
+        hold(std::move(empty));
       }
     }
   }
@@ -156,7 +159,7 @@ void GradientReducer::begin_micro_batch(std::unique_lock<std::mutex>& lock) {
 void GradientReducer::end_open_round(std::unique_lock<std::mutex>& lock, int unit) {
   if (units_[static_cast<std::size_t>(unit)].open == nullptr) return;
   core_.timeline.cut_round(unit);
-  end_round(lock, unit, kNoSlot, /*frees_unit=*/false);
+  end_round(lock, unit, kNoSlot, /*frees_unit=*/false, /*may_wait=*/true);
 }
 
 bool GradientReducer::is_whole(const Round& round) const {
@@ -168,7 +171,7 @@ bool GradientReducer::is_whole(const Round& round) const {
 
 // The mailbox has an entry for the unit's next generation, and nothing is to be known first.
 bool GradientReducer::may_publish(const Round& round) const {
-  if (core_.update_in_backward && !is_whole(round)) return false;
+  if (round.waits) return false;
   const std::uint64_t generation = units_[static_cast<std::size_t>(round.unit)].generation;
   const auto depth = static_cast<std::uint64_t>(core_.mailbox.depth());
   return generation < depth || core_.mailbox.is_drained(round.unit, generation + 1 - depth);
@@ -183,7 +186,8 @@ std::unique_ptr<GradientReducer::Round> GradientReducer::make_round(int unit) co
   return round;
 }
 
-void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit) {
+void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit,
+                                bool may_wait) {
   if (frees_unit) pager_.free_if_idle(unit);
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   std::unique_ptr<Round> round = std::move(rounds.open);
@@ -192,26 +196,28 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
     return;
   }
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
+  round->waits |= core_.update_in_backward && !is_whole(*round);
   const bool may_go = rounds.pending == 0 && may_publish(*round);
-  if (may_go && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot);
+  if (may_go && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot, may_wait);
   if (may_go && round->slot != kNoSlot) {
     publish(std::move(round));
-    return;
+  } else {
+    hold(std::move(round));
   }
-  ++rounds.pending;
+}
+
+void GradientReducer::hold(std::unique_ptr<Round> round) {
+  ++units_[static_cast<std::size_t>(round->unit)].pending;
   ++held_rounds_;
   pending_.push_back(std::move(round));
 }
 
 // NOTE [Local gradients]: the settlement publishes what came after the local buffer was.
 void GradientReducer::merge_late(std::unique_ptr<Round> round) {
-  UnitRounds& rounds = units_[static_cast<std::size_t>(round->unit)];
   const auto late = std::find_if(pending_.begin(), pending_.end(),
                                  [&](const auto& pending) { return pending->unit == round->unit; });
   if (late == pending_.end()) {
-    ++rounds.pending;
-    ++held_rounds_;
-    pending_.push_back(std::move(round));
+    hold(std::move(round));
     return;
   }
   const at::NoGradGuard no_grad;
@@ -231,10 +237,10 @@ void GradientReducer::merge_late(std::unique_ptr<Round> round) {
 }
 
 // A slot taken for a unit's gradients, or kNoSlot.
-int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot) {
+int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool may_wait) {
   const int slot = planned_slot != kNoSlot && core_.slots.is_free(planned_slot) ? planned_slot
                                                                                 : core_.slots.find_free();
-  if (slot == kNoSlot) return kNoSlot;
+  if (slot == kNoSlot || (!may_wait && !core_.slots.is_drained(slot))) return kNoSlot;
   core_.slots.take(slot);
   if (!core_.slots.is_drained(slot)) {
     const Slots::Drain drain = core_.slots.drain_of(slot);
@@ -254,8 +260,7 @@ int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int
 void GradientReducer::flush_pending() {
   for (auto next = pending_.begin(); next != pending_.end();) {
     Round& waiting = **next;
-    if (core_.unit(waiting.unit).policy.keeps_gradients || waiting.local ||
-        (core_.update_in_backward && !is_whole(waiting))) {
+    if (core_.unit(waiting.unit).policy.keeps_gradients || waiting.local || waiting.waits) {
       ++next;
       continue;
     }
@@ -362,6 +367,9 @@ void GradientReducer::begin_generation(Round& round) {
   UnitRounds& rounds = units_[static_cast<std::size_t>(round.unit)];
   round.accumulates = rounds.generation > rounds.first_generation;
   round.generation = ++rounds.generation;
+  for (const int parameter : round.restarts) {
+    if (round.accumulates) restarted_at_[static_cast<std::size_t>(parameter)] = round.generation;
+  }
 }
 
 void GradientReducer::publish_absent(int unit, std::vector<int> restarts) {
@@ -392,6 +400,7 @@ void GradientReducer::forget() {
     rounds.first_generation = rounds.generation;
     rounds.local_is_published = false;
   }
+  std::fill(restarted_at_.begin(), restarted_at_.end(), 0);
   agreed_ = false;
   micro_batches_ = 0;
 }

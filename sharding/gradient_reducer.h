@@ -13,6 +13,13 @@
 // of the step, if the plan knows it, or in the first round outside of no_sync(); else by the settlement. From then on
 // until the step ends it belongs to the reduction, and what still comes waits, as tensors added up, for the settlement.
 //
+// NOTE [Cleared gradients]
+// Module::zero_grad between two backwards of a step is no collective: a rank sees it when the next gradient of the unit
+// comes, or at the settlement. The round that comes next then restarts the parameter: each rank drops what its share had
+// accumulated before it adds that round. This is right if every rank does so at the same generation, and no rank has
+// newer gradients in an older one. A rank that has published nothing from that generation on restarts there at the
+// settlement, which also finds where ranks do not fit; that is refused, since sums cannot be taken apart.
+//
 // NOTE [Ordered sums]
 // The k-th micro-batch of rank r is k W + r of the step, and each has one generation of every unit, empty where it does
 // not use the unit. A reduction continues the sum of the generation before, rank by rank, undivided:
@@ -48,17 +55,19 @@ class GradientReducer {
  public:
   GradientReducer(EngineCore& core, Pager& pager);
 
-  // REQUIRES the lock on core.mutex. The gradient of a trainable parameter; `restarts` if the user has cleared what had
-  // accumulated, `is_borrowed` if the tensor may be written by others once this returns.
-  void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, bool restarts, bool is_borrowed);
+  // REQUIRES the lock on core.mutex. The gradient of a trainable parameter; `restarts` are those of its unit of which
+  // the user has cleared what had accumulated; `is_borrowed` if the tensor may be written by others once this returns.
+  void take(std::unique_lock<std::mutex>& lock, int parameter, at::Tensor gradient, std::span<const int> restarts,
+            bool is_borrowed);
 
   // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank.
-  // Afterwards used()[p] tells whether any rank holds a gradient of parameter p.
+  // Afterwards used()[p] tells whether any rank holds a gradient of parameter p. Throws InvalidArgument on every rank
+  // where ranks have cleared a gradient at points that do not fit: NOTE [Cleared gradients].
   struct Usage {
     std::vector<bool> used;     // by parameter: this rank holds a gradient
-    std::vector<bool> cleared;  // or did, before the user cleared it
+    std::vector<bool> cleared;  // or did, before the user cleared it, and none has come since
   };
-  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, Usage usage);
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
   // Collective, before another collective that does not settle: throws as settle() does where ranks differ in what they
   // call, or one gives the step up; else it changes nothing.
   void meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
@@ -95,7 +104,8 @@ class GradientReducer {
     GradientState state = GradientState::kEmpty;
     std::vector<at::Tensor> held;  // by trainable index; undefined = not come, or packed
     std::vector<bool> packed;
-    std::vector<int> restarts;  // parameters
+    std::vector<int> restarts;  // parameters: NOTE [Cleared gradients]
+    bool waits = false;         // for the settlement
     bool local = false;         // accumulates in the local buffer: nothing is held, `packed` tells what is there
     int slot = kNoSlot;
     std::uint64_t generation = 0;
@@ -111,12 +121,17 @@ class GradientReducer {
   };
   // What the ranks have told each other.
   struct Agreement {
-    std::vector<std::uint64_t> generations;  // each unit's last over all ranks
-    std::uint64_t overflow_slots = 0;        // the largest number of rounds that a rank has no slot for
-    std::string failure;                     // of the first rank that gives the step up
+    std::vector<std::uint64_t> generations;   // each unit's last over all ranks
+    std::vector<std::uint64_t> restarted_at;  // by parameter: the generation, 0 = none
+    std::vector<bool> used;                   // by parameter
+    int misplaced = -1;                       // the first parameter whose restart does not fit, and whose it is
+    int misplaced_rank = -1;
+    std::uint64_t overflow_slots = 0;  // the largest number of rounds that a rank has no slot for
+    std::string failure;               // of the first rank that gives the step up
     int failed_rank = -1;
   };
   struct Announcement;
+  struct Told;  // what follows an announcement
   // Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
   static constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63, kLocal = std::uint64_t{1} << 62;
   // Beside any of them: gradients of some parameters only. ReduceMailbox::kAbsent has this bit.
@@ -131,7 +146,8 @@ class GradientReducer {
   Buffer own_buffer(std::uint64_t location, const FlatGroup& group) const;
   std::unique_ptr<Round> make_round(int unit) const;
   bool accumulates_locally(int unit) const;
-  void add_locally(const ShardedParameter& p, const at::Tensor& gradient, bool restarts);
+  void add_locally(const ShardedParameter& p, const at::Tensor& gradient, std::span<const int> restarts);
+  void hold(std::unique_ptr<Round> round);
   void merge_late(std::unique_ptr<Round> round);
   Round& open_round(int unit);
   std::uint64_t rounds_of_step(int unit) const;
@@ -140,9 +156,10 @@ class GradientReducer {
   void end_open_round(std::unique_lock<std::mutex>& lock, int unit);
   bool is_whole(const Round& round) const;
   bool may_publish(const Round& round) const;
-  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit);
+  // Unless it `may_wait` for a slot, the mutex stays taken.
+  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit, bool may_wait);
   void open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
-  int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
+  int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool may_wait);
   void flush_pending();
   void pack_held(Round& round, std::uint64_t location);
   void pack(Round& round, std::size_t index, std::uint64_t location);
@@ -163,16 +180,16 @@ class GradientReducer {
   void take_squares(const FlatGroup& group);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
-  // Sets used_.
   Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
-  // Takes out of `cleared` what the unit's last round sees to.
-  void drop_cleared(std::vector<bool>& cleared);
+  std::vector<std::uint64_t> restarts_here() const;
+  void agree_on_restarts(Agreement& agreement, std::span<const Told> told) const;
+  void drop_gradient(int parameter);
   void drop_unpublished();
-  void reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement, std::string_view operation,
-                   const std::vector<bool>& cleared);
+  void reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement, std::string_view operation);
   [[noreturn]] void fail_step(std::unique_lock<std::mutex>& lock, const Agreement& agreement);
-  void publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
-                    std::string_view operation, const std::vector<bool>& cleared);
+  [[noreturn]] void refuse_misplaced(const Agreement& agreement) const;
+  void publish_rest(std::unique_lock<std::mutex>& lock, int unit, const Agreement& agreement,
+                    std::string_view operation);
   void wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
 
   EngineCore& core_;
@@ -184,8 +201,9 @@ class GradientReducer {
   std::unique_ptr<Segment> overflow_;  // during a settlement, for rounds without a slot
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
-  bool agreed_ = false;              // used_ is of this step
-  std::uint64_t micro_batches_ = 0;  // of this step
+  std::vector<std::uint64_t> restarted_at_;  // by parameter, in this step; 0 = not
+  bool agreed_ = false;                      // used_ is of this step
+  std::uint64_t micro_batches_ = 0;          // of this step
   std::function<void(int unit, bool all_used)> update_;
   std::vector<double> squares_;
   std::string failure_;

@@ -30,8 +30,8 @@ void put_text(char (&target)[size], std::string_view text) {
 
 std::vector<std::byte> GradientReducer::announce(const Announcement& announcement,
                                                  const std::vector<bool>& used_here) const {
-  std::vector<std::byte> bytes(sizeof(announcement) + units_.size() * sizeof(std::uint64_t) +
-                               used_here.size() * sizeof(bool));
+  std::vector<std::byte> bytes(sizeof(announcement) + 2 * units_.size() * sizeof(std::uint64_t) +
+                               used_here.size() * (sizeof(std::uint64_t) + sizeof(bool)));
   std::byte* next = bytes.data();
   const auto put = [&](const auto value) {
     std::memcpy(next, &value, sizeof(value));
@@ -39,9 +39,30 @@ std::vector<std::byte> GradientReducer::announce(const Announcement& announcemen
   };
   put(announcement);
   for (const UnitRounds& rounds : units_) put(rounds.generation + static_cast<std::uint64_t>(rounds.pending));
+  for (const UnitRounds& rounds : units_) put(rounds.generation);
+  for (const std::uint64_t generation : restarts_here()) put(generation);
   for (const bool used : used_here) put(used);
   return bytes;
 }
+
+// Where this rank has restarted each parameter, or will in a round that still waits.
+std::vector<std::uint64_t> GradientReducer::restarts_here() const {
+  std::vector<std::uint64_t> restarted_at = restarted_at_, generations;
+  for (const UnitRounds& rounds : units_) generations.push_back(rounds.generation);
+  for (const auto& round : pending_) {
+    const auto unit = static_cast<std::size_t>(round->unit);
+    const std::uint64_t generation = ++generations[unit];
+    if (generation == units_[unit].first_generation + 1) continue;  // nothing has accumulated
+    for (const int parameter : round->restarts) restarted_at[static_cast<std::size_t>(parameter)] = generation;
+  }
+  return restarted_at;
+}
+
+// Per unit: generations that a rank will have, and those it has published; per parameter: where it restarted, its use.
+struct GradientReducer::Told {
+  std::vector<std::uint64_t> generations, published, restarted_at;
+  std::vector<bool> used;
+};
 
 GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
                                                   const std::vector<bool>& used_here) {
@@ -56,13 +77,20 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
   core_.communicator().all_gather(own, all);
   lock.lock();
 
-  Agreement agreement{std::vector<std::uint64_t>(units_.size()), 0, {}, -1};
-  std::fill(used_.begin(), used_.end(), false);
+  Agreement agreement;
+  agreement.generations.resize(units_.size());
+  agreement.used.resize(used_.size());
+  std::vector<Told> told;
   const std::byte* next = all.data();
   const auto take = [&](auto value) {
     std::memcpy(&value, next, sizeof(value));
     next += sizeof(value);
     return value;
+  };
+  const auto take_all = [&](std::size_t count) {
+    std::vector<std::uint64_t> values(count);
+    for (std::uint64_t& value : values) value = take(value);
+    return values;
   };
   for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
     const Announcement theirs = take(Announcement{});
@@ -78,32 +106,77 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
           rank);
     }
     agreement.overflow_slots = std::max(agreement.overflow_slots, theirs.overflow_slots);
-    for (std::uint64_t& generation : agreement.generations) generation = std::max(generation, take(generation));
-    for (std::size_t p = 0; p < used_.size(); ++p) used_[p] = take(false) || used_[p];
+    told.push_back({take_all(units_.size()), take_all(units_.size()), take_all(used_.size()), {}});
+    for (std::size_t unit = 0; unit < units_.size(); ++unit)
+      agreement.generations[unit] = std::max(agreement.generations[unit], told.back().generations[unit]);
+    for (std::size_t p = 0; p < used_.size(); ++p) {
+      told.back().used.push_back(take(false));
+      agreement.used[p] = agreement.used[p] || told.back().used[p];
+    }
   }
+  agree_on_restarts(agreement, told);
   return agreement;
 }
 
-void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, Usage usage) {
-  drop_cleared(usage.cleared);
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-    UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
-    end_open_round(lock, unit);
+// NOTE [Cleared gradients]
+void GradientReducer::agree_on_restarts(Agreement& agreement, std::span<const Told> told) const {
+  agreement.restarted_at.resize(used_.size());
+  for (std::size_t p = 0; p < used_.size(); ++p) {
+    std::uint64_t& generation = agreement.restarted_at[p];
+    for (const Told& rank : told) generation = std::max(generation, rank.restarted_at[p]);
+    if (generation == 0 || !agreement.used[p]) continue;
+    const auto unit = static_cast<std::size_t>(core_.model.parameters[p].unit);
+    for (std::size_t rank = 0; rank < told.size() && agreement.misplaced < 0; ++rank) {
+      const Told& own = told[rank];
+      const bool fits = own.restarted_at[p] == generation ||
+                        (own.restarted_at[p] == 0 && !own.used[p] && own.published[unit] < generation);
+      if (fits) continue;
+      agreement.misplaced = static_cast<int>(p);
+      agreement.misplaced_rank = static_cast<int>(rank);
+    }
+  }
+}
+
+void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
+  std::vector<bool> waits(units_.size());  // for the generation at which ranks restart
+  for (std::size_t p = 0; p < usage.cleared.size(); ++p) {
+    if (!usage.cleared[p]) continue;
+    waits[static_cast<std::size_t>(core_.model.parameters[p].unit)] = true;
+    drop_gradient(static_cast<int>(p));
+  }
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    UnitRounds& rounds = units_[i];
+    if (rounds.open != nullptr) rounds.open->waits = waits[i];
+    end_open_round(lock, static_cast<int>(i));
     if (rounds.local == nullptr) continue;
-    core_.timeline.cut_round(unit);
-    if (rounds.pending == 0) {
+    core_.timeline.cut_round(static_cast<int>(i));
+    if (rounds.pending == 0 && !waits[i]) {
       publish(std::move(rounds.local));
     } else {
-      ++rounds.pending;
-      pending_.push_back(std::move(rounds.local));
+      hold(std::move(rounds.local));
     }
   }
   flush_pending();
   const Agreement agreement = agree(lock, operation, usage.used);
   if (agreement.failed_rank >= 0) fail_step(lock, agreement);
+  used_ = agreement.used;
   agreed_ = true;
   core_.changed.notify_all();
-  reduce_rest(lock, agreement, operation, usage.cleared);
+  reduce_rest(lock, agreement, operation);
+  if (agreement.misplaced >= 0) refuse_misplaced(agreement);
+  // NOTE [Ordered sums]: all ranks go on at the same place.
+  for (int unit = 0; core_.ordered_sums && unit < static_cast<int>(units_.size()); ++unit)
+    micro_batches_ = std::max(micro_batches_, rounds_of_step(unit));
+}
+
+void GradientReducer::refuse_misplaced(const Agreement& agreement) const {
+  throw InvalidArgument(
+      fmt::format("the gradient of parameter {} was cleared in the middle of step {} by Module::zero_grad, but rank {} "
+                  "had used it otherwise than the others, so that old and new gradients are in one sum; call "
+                  "Optimizer::zero_grad on every rank instead",
+                  core_.model.parameters[static_cast<std::size_t>(agreement.misplaced)].name, core_.step.load(),
+                  agreement.misplaced_rank),
+      agreement.misplaced_rank);
 }
 
 void GradientReducer::meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
@@ -112,15 +185,14 @@ void GradientReducer::meet(std::unique_lock<std::mutex>& lock, std::string_view 
 }
 
 void GradientReducer::reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement,
-                                  std::string_view operation, const std::vector<bool>& cleared) {
+                                  std::string_view operation) {
   if (agreement.overflow_slots > 0) {
     overflow_ = core_.communicator().allocate(agreement.overflow_slots * core_.model.largest_unit_bytes);
     peak_overflow_bytes_ = std::max(peak_overflow_bytes_, overflow_->bytes());
     core_.communicator().barrier();  // a peer's stream may read what is published next, so it must have its handle
   }
   overflow_offset_ = 0;
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)
-    publish_rest(lock, unit, agreement.generations[static_cast<std::size_t>(unit)], operation, cleared);
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) publish_rest(lock, unit, agreement, operation);
   // All ranks are here and publish everything, so every reduction ends; a buffer may be reused once all have read it.
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     wait_settled(lock, unit, agreement.generations[static_cast<std::size_t>(unit)], operation);
@@ -133,7 +205,9 @@ void GradientReducer::fail_step(std::unique_lock<std::mutex>& lock, const Agreem
   drop_unpublished();
   agreed_ = true;
   core_.changed.notify_all();
-  reduce_rest(lock, {agreement.generations, 0, {}, -1}, "a step that is dropped", std::vector<bool>(used_.size()));
+  Agreement rest = agreement;
+  rest.overflow_slots = 0;
+  reduce_rest(lock, rest, "a step that is dropped");
   lock.unlock();
   core_.communicator().barrier();  // no rank begins the next step while another still learns of this one
   lock.lock();
@@ -146,21 +220,16 @@ void GradientReducer::fail_step(std::unique_lock<std::mutex>& lock, const Agreem
                    agreement.failed_rank);
 }
 
-// What the user has cleared since it came is not reduced, nor what had accumulated of it; see Round::restarts.
-void GradientReducer::drop_cleared(std::vector<bool>& cleared) {
-  for (std::size_t index = 0; index < cleared.size(); ++index) {
-    if (!cleared[index]) continue;
-    const ShardedParameter& p = core_.model.parameters[index];
-    UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
-    for (Round* round : {rounds.open.get(), rounds.local.get()}) {
-      if (round == nullptr) continue;
-      at::Tensor& held = round->held[static_cast<std::size_t>(p.trainable_index)];
-      if (held.defined()) held_bytes_ -= held.nbytes();
-      held.reset();
-      round->packed[static_cast<std::size_t>(p.trainable_index)] = false;
-      round->restarts.push_back(static_cast<int>(index));
-      cleared[index] = false;
-    }
+// What of a parameter's gradient has not been published yet; what it has accumulated is for Round::restarts.
+void GradientReducer::drop_gradient(int parameter) {
+  const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
+  const auto index = static_cast<std::size_t>(p.trainable_index);
+  UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
+  for (Round* round : {rounds.open.get(), rounds.local.get()}) {
+    if (round == nullptr) continue;
+    if (round->held[index].defined()) held_bytes_ -= round->held[index].nbytes();
+    round->held[index].reset();
+    round->packed[index] = false;
   }
 }
 
@@ -179,13 +248,18 @@ void GradientReducer::drop_unpublished() {
   pending_.clear();
 }
 
-void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t last_generation,
-                                   std::string_view operation, const std::vector<bool>& cleared) {
+void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit, const Agreement& agreement,
+                                   std::string_view operation) {
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
-  std::vector<int> restarts;  // of the first generation that this rank has nothing for
-  for (const int index : core_.unit(unit).trainable) {
-    if (cleared[static_cast<std::size_t>(index)]) restarts.push_back(index);
-  }
+  const std::uint64_t last_generation = agreement.generations[static_cast<std::size_t>(unit)];
+  const auto restarts_of_next = [&] {
+    std::vector<int> restarts;
+    for (const int index : core_.unit(unit).trainable) {
+      const auto p = static_cast<std::size_t>(index);
+      if (agreement.restarted_at[p] == rounds.generation + 1 && restarted_at_[p] == 0) restarts.push_back(index);
+    }
+    return restarts;
+  };
   while (rounds.generation < last_generation) {
     // The mailbox holds so many undrained generations of a unit. Units go in the same order on every rank, so the wait
     // ends.
@@ -194,12 +268,14 @@ void GradientReducer::publish_rest(std::unique_lock<std::mutex>& lock, int unit,
     const auto next = std::find_if(pending_.begin(), pending_.end(),
                                    [&](const auto& round) { return round->unit == unit; });
     if (next == pending_.end()) {
-      publish_absent(unit, std::exchange(restarts, {}));
+      publish_absent(unit, restarts_of_next());
       continue;
     }
     std::unique_ptr<Round> round = std::move(*next);
     pending_.erase(next);
     --rounds.pending;
+    const std::vector<int> restarts = restarts_of_next();
+    round->restarts.insert(round->restarts.end(), restarts.begin(), restarts.end());
     publish(std::move(round));
   }
 }

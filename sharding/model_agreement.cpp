@@ -39,10 +39,11 @@ std::string difference(const std::vector<std::string>& own, const std::string& f
   for (const std::string& line : own) {
     const std::size_t end = first.find('\n', begin);
     const std::string other = end == std::string::npos ? "nothing more" : first.substr(begin, end - begin);
-    if (line != other) return fmt::format("{} where rank 0 has {}", line, other);
+    if (line != other) return fmt::format("{:.400} where rank 0 has {:.400}", line, other);
     begin = end + 1;
   }
-  return begin < first.size() ? "nothing more where rank 0 has " + first.substr(begin, first.find('\n', begin) - begin)
+  return begin < first.size() ? fmt::format("nothing more where rank 0 has {:.400}",
+                                            first.substr(begin, first.find('\n', begin) - begin))
                               : "";
 }
 

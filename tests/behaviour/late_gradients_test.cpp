@@ -13,6 +13,7 @@
 namespace fsdp::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 struct PairImpl final : torch::nn::Module {
@@ -114,6 +115,62 @@ TEST_P(LateGradientsTest, BeginAnewOnEveryRankThatHasCleared) {
       EXPECT_EQ(engine.step(), 1);
     });
   }
+}
+
+// Where a rank has newer gradients in a sum with older ones of another, they cannot be taken apart: refused by name, on
+// every rank. Optimizer::zero_grad has no such limit.
+TEST_P(LateGradientsTest, RefuseAClearThatDoesNotFit) {
+  on_two_ranks({.strategy = GetParam()}, [&](const Context& context, Pairs& m, Engine& engine, Optimizer& optimizer) {
+    const auto both = [&] { return m.a->sum() + m.b->sum(); };
+    both().backward();
+    if (context.rank() == 0) both().backward();
+    optimizer.step();
+    // By now a plan tells the ranks of strategies that reduce once after how many backwards.
+    const bool keeps = GetParam() == Strategy::kReplicate || GetParam() == Strategy::kShardOptimizer;
+    if (keeps || context.rank() == 0) both().backward();
+    m.zero_grad();
+    both().backward();
+    EXPECT_THAT(text_of<InvalidArgument>([&] { optimizer.step(); }),
+                AllOf(HasSubstr("cleared in the middle"), HasSubstr("Optimizer::zero_grad")));
+    optimizer.zero_grad();
+    both().backward();
+    optimizer.zero_grad();
+    both().backward();
+    optimizer.step();
+    expect_moved(m.a->p, 2.5);  // 1.5 of the first step
+    EXPECT_EQ(engine.step(), 2);
+  });
+}
+
+TEST_P(LateGradientsTest, OfAPartOfAUnitAreKeptBesideLocalOnes) {
+  on_two_ranks({.strategy = GetParam()}, [&](const Context&, Pairs& m, Engine& engine, Optimizer& optimizer) {
+    m.a->p.sum().backward();
+    {
+      const NoSync scope = engine.no_sync();
+      m.a->sum().mul(10).backward();
+    }
+    m.a->sum().mul(100).backward();
+    optimizer.step();
+    expect_moved(m.a->p, 111);
+    expect_moved(m.a->q, 110);
+  });
+}
+
+// Within the scope .grad is the gradient itself, and the engine's collectives leave it where it was.
+TEST_P(LateGradientsTest, OutliveCollectivesWithinTheirSummons) {
+  const TempDir dir;
+  on_two_ranks({.strategy = GetParam()}, [&](const Context&, Pairs& m, Engine& engine, Optimizer& optimizer) {
+    (m.a->sum() * 3).backward();
+    {
+      const Summoned scope = engine.summon({.gradients = true});
+      EXPECT_EQ(engine.gradient_views().size(), 2U);
+      engine.consolidate(dir / "file.safetensors");
+      const NoSync local = engine.no_sync();
+      EXPECT_EQ(m.a->p.grad().max().item<double>(), 3);
+    }
+    optimizer.step();
+    expect_moved(m.a->p, 3);
+  });
 }
 
 // A pipeline's receive buffer is written again once backward has returned.

@@ -197,6 +197,28 @@ TEST(OrderedSumsRefusalTest, ABackwardThatIsNotWeighed) {
   });
 }
 
+// Views are a settlement in the middle of the order.
+TEST(OrderedSumsOrderTest, GoesOnAfterGradientsWereRead) {
+  Tensors of_one;
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Context& context) {
+      at::set_num_threads(1);
+      const auto model = in_turn([] { return make_model(false); });
+      Engine engine = shard(context, model, {.units = units_named({"a", "b"}), .ordered_sums = true});
+      Optimizer optimizer = engine.optimizer(SGD{.lr = 0.1});
+      for (int m = 0; m < 4; ++m) {
+        const Batch batch = micro_batch(0, m);
+        if (m % world_size == context.rank()) engine.weigh(model->loss(batch.input, batch.target), 1).backward();
+        engine.gradient_views();
+      }
+      optimizer.step();
+      const Tensors own = assemble(context, engine.shard_views());
+      if (context.is_main() && world_size == 1) of_one = own;
+      for (const auto& [name, value] : own) expect_equal(value, of_one.at(name), 0, 0, name);
+    });
+  }
+}
+
 TEST(OrderedSumsRefusalTest, ASecondBackwardOfOneMicroBatch) {
   on_one_rank([](FunctionModel& model, Engine& engine, Optimizer&) {
     const Batch batch = micro_batch(0, 0);
