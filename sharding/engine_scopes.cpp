@@ -66,10 +66,15 @@ void EngineState::begin_averaged() {
 
 void EngineState::end_averaged() {
   averaged_ = false;
+  meet_again_if_failed([&] { swap_averages("the end of Engine::use_ema"); });
+}
+
+// A rank that has failed within a scope comes to its end, too, after it has told the others.
+void EngineState::meet_again_if_failed(const std::function<void()>& end_scope) {
   try {
-    swap_averages("the end of Engine::use_ema");
+    end_scope();
   } catch (const StepFailed&) {
-    swap_averages("the end of Engine::use_ema");  // a rank that failed within the scope ends it, too
+    end_scope();
     throw;
   }
 }
@@ -101,7 +106,10 @@ void EngineState::begin_summon(const SummonOptions& options) {
     const std::vector<int> units = all_units(core_.model);
     std::unique_lock lock(core_.mutex);
     begin_step();
-    if (options.gradients) settle(lock, "Engine::summon with gradients");
+    if (options.gradients) {
+      settle(lock, "Engine::summon with gradients");
+      reducer_.check_restarts();
+    }
     pager_.pin(lock, units);
     lock.unlock();
     try {
@@ -141,13 +149,14 @@ void EngineState::end_summon(const SummonOptions& options) {
     p.tensor.mutable_grad() = gradients_[i].taken ? p.placeholder : at::Tensor();
   }
   std::vector<PagedStorage*> storages;
-  if (!options.writeback) {
-    restore_shares(use_of_all(storages, /*writes=*/true));
-    return;
-  }
-  guarded("Engine::summon", [&] {
-    core_.communicator().barrier();  // no rank still reads shares for its own scope
-    write_back(use_of_all(storages, /*writes=*/true));
+  const OperatorUse all = use_of_all(storages, /*writes=*/true);
+  if (!options.writeback) restore_shares(all);
+  meet_again_if_failed([&] {
+    guarded("Engine::summon", [&] {
+      // No rank gathers from one whose share still holds what a pointer has written, nor reads one that is written back.
+      meet("the end of Engine::summon");
+      if (options.writeback) write_back(all);
+    });
   });
 }
 

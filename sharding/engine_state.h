@@ -102,10 +102,12 @@ class EngineState final : public StorageOwner {
   // Before a collective that does not settle: ranks that call something else, or give the step up, are found here.
   void meet(std::string_view operation);
   void drop_if_failed(const std::function<void()>& body);
+  void meet_again_if_failed(const std::function<void()>& end_scope);
   // What an engine that updates in backward cannot do at all, and not between that backward and the step.
   void refuse_update_in_backward(std::string_view operation, std::string_view reason) const;
   void refuse_with_update_in_backward(const StepOptions& options) const;
   void refuse_half_updated(std::string_view operation);
+  void refuse_cleared_after_update() const;
   void update_unit(int unit, bool all_used);
   void update(const StepSettings& step_settings);
   StepSettings settings() const;

@@ -83,10 +83,10 @@ void EngineState::fail_step(const std::string& reason) {
       settle(lock, "Engine::attempt");
     } catch (const InvalidArgument& error) {
       // Another rank is in a collective that knows nothing of steps, so from here on ranks would be one apart.
-      core_.communicator().abort(
-          fmt::format("Engine::attempt: rank {} failed ({}) while another was in a collective "
-                      "call that cannot be taken back: {}",
-                      context().rank(), reason, error.what()));
+      core_.communicator().abort(fmt::format(
+          "Engine::attempt: rank {} failed ({}) while another was in a collective call that cannot be taken "
+          "back: {}",
+          context().rank(), reason, error.what()));
       throw;
     }
   });
@@ -139,6 +139,19 @@ void EngineState::refuse_half_updated(std::string_view operation) {
   }
 }
 
+// Module::zero_grad asks nobody, so it is found here.
+void EngineState::refuse_cleared_after_update() const {
+  if (!core_.update_in_backward) return;
+  const std::vector<bool> cleared = usage_here().cleared;
+  const auto found = std::find(cleared.begin(), cleared.end(), true);
+  if (found == cleared.end()) return;
+  throw InvalidArgument(
+      fmt::format("Optimizer::step: the gradient of parameter {} was cleared by Module::zero_grad, but with "
+                  "update_in_backward the weights were updated with it in backward; resume from the newest checkpoint, "
+                  "and call zero_grad after the step only",
+                  core_.model.parameters[static_cast<std::size_t>(found - cleared.begin())].name));
+}
+
 void EngineState::refuse_with_update_in_backward(const StepOptions& options) const {
   if (!core_.update_in_backward) return;
   const auto refuse = [&](bool asked_for, std::string_view option) {
@@ -152,7 +165,7 @@ void EngineState::refuse_with_update_in_backward(const StepOptions& options) con
   refuse(options.on_non_finite != OnNonFinite::kFail, "on_non_finite other than kFail");
 }
 
-// NOTE [Update in backward]. On the engine's thread; used_ of the unit's own parameters only is written.
+// NOTE [Update in backward]. On the engine's thread.
 void EngineState::update_unit(int unit, bool all_used) {
   const std::vector<int>& trainable = core_.unit(unit).trainable;
   for (const int index : trainable) {
@@ -198,15 +211,12 @@ StepResult EngineState::step(const StepOptions& options) {
                     "Engine::forward, which casts to it; call the model by it, or leave precision.output out",
                     c10::toString(*options_.precision.output)));
   }
-  if (core_.update_in_backward) {
-    const std::vector<bool> cleared = usage_here().cleared;
-    if (std::find(cleared.begin(), cleared.end(), true) != cleared.end())
-      refuse_half_updated("Optimizer::step after Module::zero_grad");
-  }
+  refuse_cleared_after_update();
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);
     settle(lock, "Optimizer::step");
+    reducer_.check_restarts();
     lock.unlock();
     samples_.unweighed = !samples_.weighed && used;
     const GradientSummary summary = summarize_gradients(core_, reducer_.used(), reducer_.squares(), options.norm_type,

@@ -29,12 +29,12 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
   const bool local = accumulates_locally(p.unit);
   const Timeline::Arrived arrived = core_.timeline.arrive(p.unit, p.trainable_index, local || keeps);
   // The mutex stays taken from arrive() to here: another thread's gradient would belong to a round that is not open yet.
-  if (arrived.ends_previous && rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false, false);
+  if (arrived.ends_previous && rounds.open != nullptr) end_round(lock, p.unit, {.may_wait = false});
   for (const int restarted : restarts) drop_gradient(restarted);
   if (local) {
     add_locally(p, gradient, restarts);
     if (!arrived.ends) return;
-    if (rounds.open != nullptr) end_round(lock, p.unit, kNoSlot, /*frees_unit=*/false, false);
+    if (rounds.open != nullptr) end_round(lock, p.unit, {.may_wait = false});
     if (arrived.frees_unit) pager_.free_if_idle(p.unit);
     // Behind a round that waits for a slot it waits, too: what the user has cleared is cleared in the order of rounds.
     if (no_sync_ == 0 && (arrived.last || !keeps) && rounds.pending == 0) publish(std::move(rounds.local));
@@ -47,7 +47,7 @@ void GradientReducer::take(std::unique_lock<std::mutex>& lock, int parameter, at
                                                                                       : std::move(gradient);
   round.restarts.insert(round.restarts.end(), restarts.begin(), restarts.end());
   if (arrived.ends) {
-    end_round(lock, p.unit, arrived.slot, arrived.frees_unit, /*may_wait=*/true);
+    end_round(lock, p.unit, {.slot = arrived.slot, .frees_unit = arrived.frees_unit});
   } else if (packs_now && !keeps) {
     pack(round, static_cast<std::size_t>(p.trainable_index), core_.slots.location(round.slot));
   } else if (arrived.packs && !keeps) {
@@ -159,7 +159,7 @@ void GradientReducer::begin_micro_batch(std::unique_lock<std::mutex>& lock) {
 void GradientReducer::end_open_round(std::unique_lock<std::mutex>& lock, int unit) {
   if (units_[static_cast<std::size_t>(unit)].open == nullptr) return;
   core_.timeline.cut_round(unit);
-  end_round(lock, unit, kNoSlot, /*frees_unit=*/false, /*may_wait=*/true);
+  end_round(lock, unit, {});
 }
 
 bool GradientReducer::is_whole(const Round& round) const {
@@ -186,9 +186,8 @@ std::unique_ptr<GradientReducer::Round> GradientReducer::make_round(int unit) co
   return round;
 }
 
-void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit,
-                                bool may_wait) {
-  if (frees_unit) pager_.free_if_idle(unit);
+void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, const RoundEnd& end) {
+  if (end.frees_unit) pager_.free_if_idle(unit);
   UnitRounds& rounds = units_[static_cast<std::size_t>(unit)];
   std::unique_ptr<Round> round = std::move(rounds.open);
   if (core_.unit(unit).policy.keeps_gradients) {
@@ -198,7 +197,7 @@ void GradientReducer::end_round(std::unique_lock<std::mutex>& lock, int unit, in
   // Generations of a unit are published in order, so a round behind a waiting one waits too.
   round->waits |= core_.update_in_backward && !is_whole(*round);
   const bool may_go = rounds.pending == 0 && may_publish(*round);
-  if (may_go && round->slot == kNoSlot) round->slot = find_slot(lock, unit, planned_slot, may_wait);
+  if (may_go && round->slot == kNoSlot) round->slot = find_slot(lock, unit, end.slot, end.may_wait);
   if (may_go && round->slot != kNoSlot) {
     publish(std::move(round));
   } else {
@@ -401,6 +400,7 @@ void GradientReducer::forget() {
     rounds.local_is_published = false;
   }
   std::fill(restarted_at_.begin(), restarted_at_.end(), 0);
+  misplaced_.clear();
   agreed_ = false;
   micro_batches_ = 0;
 }

@@ -61,13 +61,15 @@ class GradientReducer {
             bool is_borrowed);
 
   // Collective; `operation` is compared over ranks that go on with the step. Reduces all that is left over on any rank.
-  // Afterwards used()[p] tells whether any rank holds a gradient of parameter p. Throws InvalidArgument on every rank
-  // where ranks have cleared a gradient at points that do not fit: NOTE [Cleared gradients].
+  // Afterwards used()[p] tells whether any rank holds a gradient of parameter p.
   struct Usage {
     std::vector<bool> used;     // by parameter: this rank holds a gradient
     std::vector<bool> cleared;  // or did, before the user cleared it, and none has come since
   };
   void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
+  // After a settlement, before its gradients are used: throws InvalidArgument, on every rank, where ranks have cleared a
+  // gradient at points that do not fit: NOTE [Cleared gradients].
+  void check_restarts() const;
   // Collective, before another collective that does not settle: throws as settle() does where ranks differ in what they
   // call, or one gives the step up; else it changes nothing.
   void meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
@@ -124,14 +126,12 @@ class GradientReducer {
     std::vector<std::uint64_t> generations;   // each unit's last over all ranks
     std::vector<std::uint64_t> restarted_at;  // by parameter: the generation, 0 = none
     std::vector<bool> used;                   // by parameter
-    int misplaced = -1;                       // the first parameter whose restart does not fit, and whose it is
-    int misplaced_rank = -1;
-    std::uint64_t overflow_slots = 0;  // the largest number of rounds that a rank has no slot for
-    std::string failure;               // of the first rank that gives the step up
+    bool has_restarts = false;                // of any rank
+    std::uint64_t overflow_slots = 0;         // the largest number of rounds that a rank has no slot for
+    std::string failure;                      // of the first rank that gives the step up
     int failed_rank = -1;
   };
   struct Announcement;
-  struct Told;  // what follows an announcement
   // Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
   static constexpr std::uint64_t kInOverflow = std::uint64_t{1} << 63, kLocal = std::uint64_t{1} << 62;
   // Beside any of them: gradients of some parameters only. ReduceMailbox::kAbsent has this bit.
@@ -156,8 +156,12 @@ class GradientReducer {
   void end_open_round(std::unique_lock<std::mutex>& lock, int unit);
   bool is_whole(const Round& round) const;
   bool may_publish(const Round& round) const;
-  // Unless it `may_wait` for a slot, the mutex stays taken.
-  void end_round(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool frees_unit, bool may_wait);
+  struct RoundEnd {
+    int slot = kNoSlot;  // the planned one
+    bool frees_unit = false;
+    bool may_wait = true;  // for a slot to drain; else the mutex stays taken
+  };
+  void end_round(std::unique_lock<std::mutex>& lock, int unit, const RoundEnd& end);
   void open_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot);
   int find_slot(std::unique_lock<std::mutex>& lock, int unit, int planned_slot, bool may_wait);
   void flush_pending();
@@ -179,15 +183,15 @@ class GradientReducer {
   void complete(Round& round);
   void take_squares(const FlatGroup& group);
   void restart(const Round& round);
-  std::vector<std::byte> announce(const Announcement& announcement, const std::vector<bool>& used_here) const;
-  Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const std::vector<bool>& used_here);
+  std::vector<std::byte> announce(const Announcement& announcement, const Usage& usage) const;
+  Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
+  bool has_restarts(const Usage& usage) const;
   std::vector<std::uint64_t> restarts_here() const;
-  void agree_on_restarts(Agreement& agreement, std::span<const Told> told) const;
+  void agree_on_restarts(std::unique_lock<std::mutex>& lock, Agreement& agreement, const Usage& usage);
   void drop_gradient(int parameter);
   void drop_unpublished();
   void reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement, std::string_view operation);
-  [[noreturn]] void fail_step(std::unique_lock<std::mutex>& lock, const Agreement& agreement);
-  [[noreturn]] void refuse_misplaced(const Agreement& agreement) const;
+  [[noreturn]] void fail_step(std::unique_lock<std::mutex>& lock, Agreement agreement);
   void publish_rest(std::unique_lock<std::mutex>& lock, int unit, const Agreement& agreement,
                     std::string_view operation);
   void wait_settled(std::unique_lock<std::mutex>& lock, int unit, std::uint64_t generation, std::string_view operation);
@@ -202,6 +206,7 @@ class GradientReducer {
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
   std::vector<std::uint64_t> restarted_at_;  // by parameter, in this step; 0 = not
+  std::string misplaced_;                    // the first parameter whose restarts do not fit, and a rank's; "" = none
   bool agreed_ = false;                      // used_ is of this step
   std::uint64_t micro_batches_ = 0;          // of this step
   std::function<void(int unit, bool all_used)> update_;

@@ -1,4 +1,5 @@
-// What the engine's thread does with a round that all ranks have published: each rank sums its own share.
+// What becomes of a round that all ranks have published: each rank sums its own share. On the engine's thread; for a small
+// unit on the thread that finds it ready.
 #include <algorithm>
 #include <cstring>
 

@@ -2,6 +2,7 @@
 // there are and which parameters were used, and reduce what is left over on any rank.
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include <fmt/format.h>
 
@@ -16,7 +17,8 @@ struct GradientReducer::Announcement {
   char operation[32];
   std::int64_t step;
   std::uint64_t overflow_slots;
-  char failure[400];  // why this rank gives the step up, "" = it does not
+  std::uint64_t restarts;  // whether this rank has seen the user clear a gradient since the last step
+  char failure[400];       // why this rank gives the step up, "" = it does not
 };
 
 namespace {
@@ -28,10 +30,9 @@ void put_text(char (&target)[size], std::string_view text) {
 
 }  // namespace
 
-std::vector<std::byte> GradientReducer::announce(const Announcement& announcement,
-                                                 const std::vector<bool>& used_here) const {
-  std::vector<std::byte> bytes(sizeof(announcement) + 2 * units_.size() * sizeof(std::uint64_t) +
-                               used_here.size() * (sizeof(std::uint64_t) + sizeof(bool)));
+std::vector<std::byte> GradientReducer::announce(const Announcement& announcement, const Usage& usage) const {
+  std::vector<std::byte> bytes(sizeof(announcement) + units_.size() * sizeof(std::uint64_t) +
+                               usage.used.size() * sizeof(bool));
   std::byte* next = bytes.data();
   const auto put = [&](const auto value) {
     std::memcpy(next, &value, sizeof(value));
@@ -39,38 +40,17 @@ std::vector<std::byte> GradientReducer::announce(const Announcement& announcemen
   };
   put(announcement);
   for (const UnitRounds& rounds : units_) put(rounds.generation + static_cast<std::uint64_t>(rounds.pending));
-  for (const UnitRounds& rounds : units_) put(rounds.generation);
-  for (const std::uint64_t generation : restarts_here()) put(generation);
-  for (const bool used : used_here) put(used);
+  for (const bool used : usage.used) put(used);
   return bytes;
 }
 
-// Where this rank has restarted each parameter, or will in a round that still waits.
-std::vector<std::uint64_t> GradientReducer::restarts_here() const {
-  std::vector<std::uint64_t> restarted_at = restarted_at_, generations;
-  for (const UnitRounds& rounds : units_) generations.push_back(rounds.generation);
-  for (const auto& round : pending_) {
-    const auto unit = static_cast<std::size_t>(round->unit);
-    const std::uint64_t generation = ++generations[unit];
-    if (generation == units_[unit].first_generation + 1) continue;  // nothing has accumulated
-    for (const int parameter : round->restarts) restarted_at[static_cast<std::size_t>(parameter)] = generation;
-  }
-  return restarted_at;
-}
-
-// Per unit: generations that a rank will have, and those it has published; per parameter: where it restarted, its use.
-struct GradientReducer::Told {
-  std::vector<std::uint64_t> generations, published, restarted_at;
-  std::vector<bool> used;
-};
-
 GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                                                  const std::vector<bool>& used_here) {
-  Announcement mine{{}, core_.step.load(), 0, {}};
+                                                  const Usage& usage) {
+  Announcement mine{{}, core_.step.load(), 0, has_restarts(usage), {}};
   for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot && !round->local;
   put_text(mine.operation, operation);
   put_text(mine.failure, std::exchange(failure_, {}));
-  const std::vector<std::byte> own = announce(mine, used_here);
+  const std::vector<std::byte> own = announce(mine, usage);
   std::vector<std::byte> all(own.size() * static_cast<std::size_t>(core_.communicator().world_size()));
   // Peers still in backward may wait for reductions of this rank's stream, which needs the mutex.
   lock.unlock();
@@ -80,17 +60,12 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
   Agreement agreement;
   agreement.generations.resize(units_.size());
   agreement.used.resize(used_.size());
-  std::vector<Told> told;
+  agreement.restarted_at.resize(used_.size());
   const std::byte* next = all.data();
   const auto take = [&](auto value) {
     std::memcpy(&value, next, sizeof(value));
     next += sizeof(value);
     return value;
-  };
-  const auto take_all = [&](std::size_t count) {
-    std::vector<std::uint64_t> values(count);
-    for (std::uint64_t& value : values) value = take(value);
-    return values;
   };
   for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
     const Announcement theirs = take(Announcement{});
@@ -106,35 +81,72 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
           rank);
     }
     agreement.overflow_slots = std::max(agreement.overflow_slots, theirs.overflow_slots);
-    told.push_back({take_all(units_.size()), take_all(units_.size()), take_all(used_.size()), {}});
-    for (std::size_t unit = 0; unit < units_.size(); ++unit)
-      agreement.generations[unit] = std::max(agreement.generations[unit], told.back().generations[unit]);
-    for (std::size_t p = 0; p < used_.size(); ++p) {
-      told.back().used.push_back(take(false));
-      agreement.used[p] = agreement.used[p] || told.back().used[p];
-    }
+    agreement.has_restarts |= theirs.restarts != 0;
+    for (std::uint64_t& generation : agreement.generations) generation = std::max(generation, take(generation));
+    for (std::size_t p = 0; p < used_.size(); ++p) agreement.used[p] = take(false) || agreement.used[p];
   }
-  agree_on_restarts(agreement, told);
   return agreement;
 }
 
-// NOTE [Cleared gradients]
-void GradientReducer::agree_on_restarts(Agreement& agreement, std::span<const Told> told) const {
-  agreement.restarted_at.resize(used_.size());
-  for (std::size_t p = 0; p < used_.size(); ++p) {
-    std::uint64_t& generation = agreement.restarted_at[p];
-    for (const Told& rank : told) generation = std::max(generation, rank.restarted_at[p]);
-    if (generation == 0 || !agreement.used[p]) continue;
+bool GradientReducer::has_restarts(const Usage& usage) const {
+  const auto is_set = [](const auto& value) { return static_cast<bool>(value); };
+  return std::any_of(usage.cleared.begin(), usage.cleared.end(), is_set) ||
+         std::any_of(restarted_at_.begin(), restarted_at_.end(), is_set) ||
+         std::any_of(pending_.begin(), pending_.end(), [](const auto& round) { return !round->restarts.empty(); });
+}
+
+// Where this rank has restarted each parameter, or will in a round that still waits.
+std::vector<std::uint64_t> GradientReducer::restarts_here() const {
+  std::vector<std::uint64_t> restarted_at = restarted_at_, generations;
+  for (const UnitRounds& rounds : units_) generations.push_back(rounds.generation);
+  for (const auto& round : pending_) {
+    const auto unit = static_cast<std::size_t>(round->unit);
+    const std::uint64_t generation = ++generations[unit];
+    if (generation == units_[unit].first_generation + 1) continue;  // nothing has accumulated
+    for (const int parameter : round->restarts) restarted_at[static_cast<std::size_t>(parameter)] = generation;
+  }
+  return restarted_at;
+}
+
+// NOTE [Cleared gradients]. A second exchange, of steps in which some rank has cleared.
+void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agreement& agreement, const Usage& usage) {
+  struct Told {
+    std::uint64_t restarted_at, published;  // generation of the parameter's restart, and the unit's last so far
+    std::uint64_t used;
+  };
+  const std::size_t parameters = used_.size();
+  const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
+  const std::vector<std::uint64_t> restarts = restarts_here();
+  std::vector<Told> own, all(parameters * ranks);
+  for (std::size_t p = 0; p < parameters; ++p) {
     const auto unit = static_cast<std::size_t>(core_.model.parameters[p].unit);
-    for (std::size_t rank = 0; rank < told.size() && agreement.misplaced < 0; ++rank) {
-      const Told& own = told[rank];
-      const bool fits = own.restarted_at[p] == generation ||
-                        (own.restarted_at[p] == 0 && !own.used[p] && own.published[unit] < generation);
-      if (fits) continue;
-      agreement.misplaced = static_cast<int>(p);
-      agreement.misplaced_rank = static_cast<int>(rank);
+    own.push_back({restarts[p], units_[unit].generation, usage.used[p]});
+  }
+  lock.unlock();
+  core_.communicator().all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)));
+  lock.lock();
+  misplaced_.clear();
+  for (std::size_t p = 0; p < parameters; ++p) {
+    std::uint64_t& generation = agreement.restarted_at[p];
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      generation = std::max(generation, all[rank * parameters + p].restarted_at);
+    if (generation == 0 || !agreement.used[p]) continue;
+    for (std::size_t rank = 0; rank < ranks && misplaced_.empty(); ++rank) {
+      const Told& told = all[rank * parameters + p];
+      const bool restarts_later = told.restarted_at == 0 && told.used == 0 && told.published < generation;
+      if (told.restarted_at == generation || restarts_later) continue;
+      misplaced_ = fmt::format("parameter {}, which rank {}", core_.model.parameters[p].name, rank);
     }
   }
+}
+
+void GradientReducer::check_restarts() const {
+  if (misplaced_.empty()) return;
+  throw InvalidArgument(fmt::format(
+      "Module::zero_grad in the middle of step {} cleared the gradient of {} had used otherwise than the "
+      "others, so that old and new gradients are in one sum; call Optimizer::zero_grad on every rank to drop "
+      "them, and in its place from now on",
+      core_.step.load(), misplaced_));
 }
 
 void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
@@ -157,31 +169,21 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     }
   }
   flush_pending();
-  const Agreement agreement = agree(lock, operation, usage.used);
-  if (agreement.failed_rank >= 0) fail_step(lock, agreement);
+  Agreement agreement = agree(lock, operation, usage);
+  if (agreement.failed_rank >= 0) fail_step(lock, std::move(agreement));
+  if (agreement.has_restarts) agree_on_restarts(lock, agreement, usage);
   used_ = agreement.used;
   agreed_ = true;
   core_.changed.notify_all();
   reduce_rest(lock, agreement, operation);
-  if (agreement.misplaced >= 0) refuse_misplaced(agreement);
-  // NOTE [Ordered sums]: all ranks go on at the same place.
-  for (int unit = 0; core_.ordered_sums && unit < static_cast<int>(units_.size()); ++unit)
+  if (!core_.ordered_sums) return;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)  // all ranks go on at the same place
     micro_batches_ = std::max(micro_batches_, rounds_of_step(unit));
 }
 
-void GradientReducer::refuse_misplaced(const Agreement& agreement) const {
-  throw InvalidArgument(
-      fmt::format("the gradient of parameter {} was cleared in the middle of step {} by Module::zero_grad, but rank {} "
-                  "had used it otherwise than the others, so that old and new gradients are in one sum; call "
-                  "Optimizer::zero_grad on every rank instead",
-                  core_.model.parameters[static_cast<std::size_t>(agreement.misplaced)].name, core_.step.load(),
-                  agreement.misplaced_rank),
-      agreement.misplaced_rank);
-}
-
 void GradientReducer::meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
-  const Agreement agreement = agree(lock, operation, usage.used);
-  if (agreement.failed_rank >= 0) fail_step(lock, agreement);
+  Agreement agreement = agree(lock, operation, usage);
+  if (agreement.failed_rank >= 0) fail_step(lock, std::move(agreement));
 }
 
 void GradientReducer::reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement,
@@ -201,13 +203,12 @@ void GradientReducer::reduce_rest(std::unique_lock<std::mutex>& lock, const Agre
 }
 
 // Some rank gives the step up: what is not on its way is dropped, the rest is waited for, and every rank throws.
-void GradientReducer::fail_step(std::unique_lock<std::mutex>& lock, const Agreement& agreement) {
+void GradientReducer::fail_step(std::unique_lock<std::mutex>& lock, Agreement agreement) {
   drop_unpublished();
   agreed_ = true;
   core_.changed.notify_all();
-  Agreement rest = agreement;
-  rest.overflow_slots = 0;
-  reduce_rest(lock, rest, "a step that is dropped");
+  agreement.overflow_slots = 0;
+  reduce_rest(lock, agreement, "a step that is dropped");
   lock.unlock();
   core_.communicator().barrier();  // no rank begins the next step while another still learns of this one
   lock.lock();

@@ -87,14 +87,13 @@ struct SummonOptions {
 };
 
 // While one lives, whole parameters lie in memory on every rank: data_ptr() and accessors work, and need no operator.
-// Costs the whole model on each rank. No step, save or resume meanwhile.
+// Costs the whole model on each rank. Opening and closing are collective; no step, save or resume meanwhile.
 class [[nodiscard]] Summoned {
  public:
   Summoned(EngineState& engine, const SummonOptions& options);
   Summoned(Summoned&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
   Summoned& operator=(Summoned&&) = delete;
-  // Collective where a value was summoned for writing; then call close(), which can throw: a destructor reports
-  // nothing.
+  // Where a value was summoned for writing, call close(), which can throw: a destructor reports nothing.
   ~Summoned();
   void close();
 

@@ -295,6 +295,43 @@ TEST(FailingTogetherRulesTest, EndsEveryCollectiveOfTheEngine) {
   EXPECT_TRUE(files_below(dir.path()).empty());
 }
 
+// A scope that is open around it is closed on every rank, the one whose settlement that was included.
+TEST(FailingTogetherRulesTest, LeavesAScopeOfAveragesWhole) {
+  for (const int failing : {0, 1}) {
+    run_ranks(2,
+              [&](const Context& context) {
+                const auto model = in_turn(make_plain_model);
+                Engine engine = shard(context, model, {.units = units_named({"a", "b"})});
+                Optimizer optimizer = engine.optimizer(SGD{.lr = 1});
+                engine.keep_ema({.decay = 0.5});
+                const Batch batch = function_batch(0);
+                model->loss(batch.input, batch.target).backward();
+                optimizer.step();
+                const Tensors weights = parameters_of(*model);
+                std::string text;
+                try {
+                  const AveragedWeights scope = engine.use_ema();
+                  engine.attempt([&] {
+                    if (context.rank() == failing) throw std::runtime_error("a bad sample");
+                    const at::NoGradGuard no_grad;
+                    model->loss(batch.input, batch.target);
+                  });
+                } catch (const StepFailed& error) {
+                  text = error.what();
+                }
+                if (context.rank() == failing) {
+                  EXPECT_THAT(text, HasSubstr("a bad sample"));
+                }
+                for (const auto& [name, value] : parameters_of(*model))
+                  expect_equal(value, weights.at(name), 0, 0, name);
+                model->loss(batch.input, batch.target).backward();
+                optimizer.step();
+                EXPECT_EQ(engine.step(), 2);
+              },
+              {.timeout = std::chrono::seconds(10)});
+  }
+}
+
 // A collective of the communicator itself knows nothing of steps: the job ends, and no rank goes on a step apart.
 TEST(FailingTogetherRulesTest, EndsTheJobWhereAnotherRankIsInACollectiveOfTheCommunicator) {
   std::atomic<int> ended{0};

@@ -1,7 +1,8 @@
 // ShardOptions::update_in_backward: the bits of a step without clipping, less memory, and no way back.
 #include <chrono>
+#include <future>
 #include <limits>
-#include <thread>
+#include <mutex>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -131,14 +132,16 @@ TEST(UpdateInBackwardMemoryTest, IsThatOfTheLargestUnitsShare) {
   }
 }
 
+// The update asks for the rate, so that it tells when it begins: before anyone calls the step.
 TEST(UpdateInBackwardOverlapTest, UpdatesBeforeTheStepIsCalled) {
-  on_ranks(2, [](const Context&, FunctionModel& model, Engine& engine, Optimizer& optimizer) {
-    const ShardView own = engine.shard_views().front();
-    const std::vector<std::byte> before(own.data, own.data + 64);
-    const auto has_changed = [&] { return !std::equal(before.begin(), before.end(), own.data); };
+  on_ranks(2, [](const Context&, FunctionModel& model, Engine&, Optimizer& optimizer) {
+    std::promise<void> began;
+    optimizer.set_schedule([&, once = std::make_shared<std::once_flag>()](std::int64_t) {
+      std::call_once(*once, [&] { began.set_value(); });
+      return 1.0;
+    });
     loss_of(model).backward();
-    for (int i = 0; i < 10000 && !has_changed(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    EXPECT_TRUE(has_changed());
+    EXPECT_EQ(began.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
     optimizer.step();
   });
 }
@@ -164,6 +167,24 @@ TEST(UpdateInBackwardRefusalTest, WhatWouldReadOrUndoAHalfUpdatedModel) {
     loss_of(model).backward();
     optimizer.step();
     EXPECT_EQ(engine.step(), 2);
+  });
+}
+
+// Module::zero_grad asks nobody, so the step is where it is found.
+TEST(UpdateInBackwardRefusalTest, AClearOfWhatIsUpdatedAlready) {
+  const TempDir dir;
+  on_ranks(2, [&](const Context&, FunctionModel& model, Engine& engine, Optimizer& optimizer) {
+    engine.save(dir.path());
+    for (const bool to_none : {false, true}) {
+      loss_of(model).backward();
+      model.zero_grad(to_none);
+      EXPECT_THAT(text_of<InvalidArgument>([&] { optimizer.step(); }),
+                  AllOf(HasSubstr("Module::zero_grad"), HasSubstr("resume from the newest checkpoint")));
+      ASSERT_EQ(engine.resume(dir.path()), 0);
+    }
+    loss_of(model).backward();
+    optimizer.step();
+    EXPECT_EQ(engine.step(), 1);
   });
 }
 
