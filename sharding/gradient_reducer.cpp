@@ -242,14 +242,14 @@ int GradientReducer::find_slot(std::unique_lock<std::mutex>& lock, int unit, int
   if (slot == kNoSlot || (!may_wait && !core_.slots.is_drained(slot))) return kNoSlot;
   core_.slots.take(slot);
   if (!core_.slots.is_drained(slot)) {
-    const Slots::Drain drain = core_.slots.drain_of(slot);
-    core_.mailbox.set_waiting(drain.unit, drain.generation);
+    ReduceMailbox::Drain awaited;
+    core_.mailbox.wait_for(awaited, core_.slots.drain_of(slot));
     lock.unlock();
     core_.communicator().wait_until(
         [&, began = std::chrono::steady_clock::now()] { return core_.wait_is_over(slot, began); },
         core_.describe("the buffer for gradients", unit));
     lock.lock();
-    core_.mailbox.set_running();
+    core_.mailbox.wait_for(awaited, {});
   }
   if (core_.slots.is_drained(slot)) return slot;
   core_.slots.give_back(slot);

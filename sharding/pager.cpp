@@ -39,8 +39,9 @@ void Pager::pin(std::unique_lock<std::mutex>& lock, std::span<const int> units) 
       ++residency.pins;
       ++pinned;
     }
+    ReduceMailbox::Drain awaited;
     core_.wait(lock, [&] {
-      say_what_is_awaited(units);
+      core_.mailbox.wait_for(awaited, find_awaited(units));
       return std::all_of(units.begin(), units.end(),
                          [&](int unit) { return at(unit).state == ParameterState::kResident; });
     });
@@ -50,17 +51,15 @@ void Pager::pin(std::unique_lock<std::mutex>& lock, std::span<const int> units) 
   }
 }
 
-void Pager::say_what_is_awaited(std::span<const int> units) {
+// The first gather of these that waits for its slot.
+ReduceMailbox::Drain Pager::find_awaited(std::span<const int> units) const {
   for (const int unit : units) {
-    const Residency& residency = at(unit);
-    if (residency.state != ParameterState::kGathering || residency.slot == kNoSlot ||
-        core_.slots.is_drained(residency.slot))
-      continue;
-    const Slots::Drain drain = core_.slots.drain_of(residency.slot);
-    core_.mailbox.set_waiting(drain.unit, drain.generation);
-    return;
+    const Residency& residency = units_[static_cast<std::size_t>(unit)];
+    if (residency.state == ParameterState::kGathering && residency.slot != kNoSlot &&
+        !core_.slots.is_drained(residency.slot))
+      return core_.slots.drain_of(residency.slot);
   }
-  core_.mailbox.set_running();
+  return {};
 }
 
 void Pager::release(std::span<const int> units, bool discard) {

@@ -59,7 +59,7 @@ class Pager {
   void touch_evaluation(std::span<const int> units);
   void free_all_but(std::span<const int> keep);
   void start_gather(int unit, int slot);
-  void say_what_is_awaited(std::span<const int> units);
+  ReduceMailbox::Drain find_awaited(std::span<const int> units) const;
   std::byte* find_room(int unit);
   void run_gather(int unit);  // on the engine's thread; its parts:
   void copy_shares(int unit, std::byte* data);

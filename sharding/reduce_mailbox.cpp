@@ -1,7 +1,7 @@
 #include "sharding/reduce_mailbox.h"
 
+#include <algorithm>
 #include <atomic>
-#include <vector>
 
 namespace fsdp {
 
@@ -72,17 +72,20 @@ bool ReduceMailbox::is_drained(int unit, std::uint64_t generation) const {
   return true;
 }
 
-void ReduceMailbox::set_waiting(int unit, std::uint64_t generation) {
-  set_word(static_cast<std::uint64_t>(unit + 1) << kGenerationBits | generation);
+void ReduceMailbox::wait_for(Drain& current, const Drain& next) {
+  if (current == next) return;
+  if (current.unit >= 0) waits_.erase(std::find(waits_.begin(), waits_.end(), current));
+  if (next.unit >= 0) waits_.push_back(next);
+  current = next;
+  set_word(waits_.empty()
+               ? kRunning
+               : static_cast<std::uint64_t>(waits_.back().unit + 1) << kGenerationBits | waits_.back().generation);
 }
 
-void ReduceMailbox::set_running() { set_word(kRunning); }
 void ReduceMailbox::set_gone() { set_word(kGone); }
 
 void ReduceMailbox::set_word(std::uint64_t word) {
-  std::atomic<std::uint64_t>& own = Board(segment_->local(), units()).waiting();
-  if (own.load(std::memory_order_relaxed) == word) return;
-  own.store(word, std::memory_order_release);
+  Board(segment_->local(), units()).waiting().store(word, std::memory_order_release);
   if (word != kRunning) communicator_.ring();
 }
 

@@ -10,7 +10,8 @@
 // here blocks: waiting is Communicator::wait_until.
 //
 // NOTE [Waiting for a slot]
-// A rank whose next buffer is not drained says for which generation it waits. The wait ends by itself as long as the
+// A rank whose next buffer is not drained says for which generation it waits; where several of its threads do, the word
+// is of the one that began last and waits still. The wait ends by itself as long as the
 // ranks that have not published it go on; ranks that run units in different orders may wait for each other, or in a
 // collective. Each rank sees all the others' words, finds the circle, and takes an overflow buffer instead. So memory
 // stays bounded where ranks do alike, and nothing hangs where they do not. A rank whose engine is gone reads nothing any
@@ -45,9 +46,14 @@ class ReduceMailbox {
   void complete(int unit, std::uint64_t generation);
   bool is_settled(int unit, std::uint64_t generation) const;  // drained, and complete on every owner of this share
 
-  // What this rank's program waits for: a generation to be drained, or nothing.
-  void set_waiting(int unit, std::uint64_t generation);
-  void set_running();
+  // A thread of this rank waits for `next` to be drained, in place of `current`, which it replaces. Not by several at
+  // once: under the engine's mutex.
+  struct Drain {
+    int unit = -1;  // -1 = nothing
+    std::uint64_t generation = 0;
+    bool operator==(const Drain&) const = default;
+  };
+  void wait_for(Drain& current, const Drain& next);
   void set_gone();  // the last word of this rank
   // This rank waits, and no rank that could end the wait will go on before it does.
   bool is_deadlocked() const;
@@ -69,6 +75,7 @@ class ReduceMailbox {
   Communicator& communicator_;
   std::vector<Mesh> meshes_;
   int depth_;
+  std::vector<Drain> waits_;  // of this rank's threads, the last is the word
   std::unique_ptr<Segment> segment_;
 };
 

@@ -9,7 +9,7 @@ Slots::Slots(Communicator& communicator, const ReduceMailbox& mailbox, int count
       segment_(communicator.allocate(static_cast<std::size_t>(count) * slot_bytes)) {}
 
 bool Slots::is_drained(int slot) const {
-  const Drain drain = drain_of(slot);
+  const Drain& drain = drain_of(slot);
   return drain.unit < 0 || mailbox_.is_drained(drain.unit, drain.generation);
 }
 

@@ -31,11 +31,8 @@ class Slots {
   // A free slot, a drained one if there is one; or kNoSlot.
   int find_free() const;
   // What a slot that is not drained waits for.
-  struct Drain {
-    int unit = -1;
-    std::uint64_t generation = 0;
-  };
-  Drain drain_of(int slot) const { return slots_[static_cast<std::size_t>(slot)].drain; }
+  using Drain = ReduceMailbox::Drain;
+  const Drain& drain_of(int slot) const { return slots_[static_cast<std::size_t>(slot)].drain; }
   void take(int slot) { slots_[static_cast<std::size_t>(slot)].busy = true; }
   void give_back(int slot) { slots_[static_cast<std::size_t>(slot)].busy = false; }
   // Given back, but readable by peers until all have consumed this generation.

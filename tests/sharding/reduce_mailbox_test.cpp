@@ -78,10 +78,11 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
   run_ranks(3, [&](const Context& context) {
     const Mesh mesh = full_shard(context);
     ReduceMailbox mailbox(context.communicator(), {mesh, mesh}, 3);
+    ReduceMailbox::Drain awaited;
     EXPECT_FALSE(mailbox.is_deadlocked());
     if (context.rank() < 2) {
       mailbox.publish(context.rank(), 1, 0);
-      mailbox.set_waiting(context.rank(), 1);
+      mailbox.wait_for(awaited, {context.rank(), 1});
     }
     ++waiting;
     until(waiting, 3);
@@ -89,7 +90,7 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
     EXPECT_EQ(mailbox.is_deadlocked(), context.rank() < 2);
     ++looked;
     until(looked, 3);
-    if (context.rank() == 1) mailbox.set_running();
+    if (context.rank() == 1) mailbox.wait_for(awaited, {});
     ++waiting;
     until(waiting, 6);
     EXPECT_FALSE(mailbox.is_deadlocked());
@@ -98,12 +99,34 @@ TEST(ReduceMailboxTest, FindsACircleOfRanksThatWaitForEachOther) {
   });
 }
 
+// The circle above, while another thread of each rank begins and ends a wait that is none.
+TEST(ReduceMailboxTest, AWaitOutlivesThoseOfOtherThreads) {
+  run_ranks(2, [](const Context& context) {
+    const Mesh mesh = full_shard(context);
+    ReduceMailbox mailbox(context.communicator(), {mesh, mesh, mesh}, 3);
+    mailbox.publish(context.rank(), 1, 0);
+    mailbox.publish(2, 1, 0);
+    ReduceMailbox::Drain of_one, of_other;
+    mailbox.wait_for(of_one, {context.rank(), 1});
+    mailbox.wait_for(of_other, {2, 1});
+    mailbox.wait_for(of_other, {});
+    context.communicator().barrier();
+    EXPECT_TRUE(mailbox.is_deadlocked());
+    context.communicator().barrier();
+    mailbox.wait_for(of_one, {});
+    context.communicator().barrier();
+    EXPECT_FALSE(mailbox.is_deadlocked());
+    context.communicator().barrier();
+  });
+}
+
 TEST(ReduceMailboxTest, AWaitForPublishedGradientsIsNoCircle) {
   run_ranks(2, [](const Context& context) {
     const Mesh mesh = full_shard(context);
     ReduceMailbox mailbox(context.communicator(), {mesh}, 3);
     mailbox.publish(0, 1, 0);
-    mailbox.set_waiting(0, 1);  // published by both: the reductions end on their own
+    ReduceMailbox::Drain awaited;
+    mailbox.wait_for(awaited, {0, 1});  // published by both: the reductions end on their own
     context.communicator().barrier();
     EXPECT_FALSE(mailbox.is_deadlocked());
     context.communicator().barrier();
@@ -120,10 +143,11 @@ TEST(ReduceMailboxTest, AWaitForARankThatIsGoneIsWithoutEndUnlessItHasRead) {
     if (context.rank() == 1) mailbox.set_gone();
     context.communicator().barrier();
     if (context.rank() == 0) {
+      ReduceMailbox::Drain awaited;
       EXPECT_FALSE(mailbox.is_deadlocked());
-      mailbox.set_waiting(0, 1);
+      mailbox.wait_for(awaited, {0, 1});
       EXPECT_FALSE(mailbox.is_deadlocked());
-      mailbox.set_waiting(1, 1);
+      mailbox.wait_for(awaited, {1, 1});
       EXPECT_TRUE(mailbox.is_deadlocked());
     }
     context.communicator().barrier();
@@ -136,9 +160,10 @@ TEST(ReduceMailboxTest, ARankInACollectiveThatThisOneHasNotReachedIsPartOfACircl
     ReduceMailbox mailbox(context.communicator(), {mesh}, 3);
     if (context.rank() == 1) {
       mailbox.publish(0, 1, 0);
-      mailbox.set_waiting(0, 1);
+      ReduceMailbox::Drain awaited;
+      mailbox.wait_for(awaited, {0, 1});
       context.communicator().wait_until([&] { return mailbox.is_deadlocked(); }, "rank 0's collective");
-      mailbox.set_running();
+      mailbox.wait_for(awaited, {});
     }
     EXPECT_EQ(context.mean(context.rank()), 0.5);
     EXPECT_FALSE(mailbox.is_deadlocked());
