@@ -57,8 +57,14 @@ struct FirstRun final : torch::CustomClassHolder {
   detail::RecomputedFunction function;
   at::Tensor random_state;
   Autocast autocast;
-  std::vector<bool> requires_grad;  // of each input
+  bool inputs_on_host;
+  std::vector<c10::Device> devices;  // of each input
+  std::vector<bool> requires_grad;
 };
+
+at::Tensor moved(const at::Tensor& tensor, c10::Device device) {
+  return tensor.device() == device ? tensor : tensor.detach().to(device);
+}
 
 constexpr const char* kFirstRun = "first_run";
 
@@ -66,9 +72,14 @@ struct Recompute final : torch::autograd::Function<Recompute> {
   // `anchor` requires grad, so that the outputs do: parameters that the function captures are not among the inputs.
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs,
                                                 const at::Tensor& /*anchor*/, const c10::intrusive_ptr<FirstRun>& run) {
-    context->save_for_backward(inputs.vec());
     context->saved_data[kFirstRun] = c10::IValue::make_capsule(run);
-    for (const at::Tensor& input : inputs) run->requires_grad.push_back(input.defined() && input.requires_grad());
+    torch::autograd::variable_list kept;
+    for (const at::Tensor& input : inputs) {
+      run->devices.push_back(input.device());
+      run->requires_grad.push_back(input.requires_grad());
+      kept.push_back(run->inputs_on_host ? moved(input, at::kCPU) : input);
+    }
+    context->save_for_backward(kept);
     const ScopedAutocast autocast(run->autocast);
     torch::autograd::variable_list outputs = run->function(inputs.vec());
     torch::autograd::variable_list integers;
@@ -92,7 +103,7 @@ struct Recompute final : torch::autograd::Function<Recompute> {
     torch::autograd::variable_list inputs;
     const torch::autograd::variable_list saved = context->get_saved_variables();
     for (std::size_t i = 0; i < saved.size(); ++i)
-      inputs.push_back(saved[i].defined() ? saved[i].detach().requires_grad_(run->requires_grad[i]) : at::Tensor());
+      inputs.push_back(moved(saved[i], run->devices[i]).detach().requires_grad_(run->requires_grad[i]));
     torch::autograd::variable_list outputs;
     {
       const at::AutoGradMode with_graph(true);
@@ -109,8 +120,7 @@ struct Recompute final : torch::autograd::Function<Recompute> {
     outputs.clear();
     if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
     torch::autograd::variable_list result;
-    for (const at::Tensor& input : inputs)
-      result.push_back(input.defined() && input.requires_grad() ? input.grad() : at::Tensor());
+    for (const at::Tensor& input : inputs) result.push_back(input.requires_grad() ? input.grad() : at::Tensor());
     result.insert(result.end(), 2, at::Tensor());  // the anchor and the first run
     return result;
   }
@@ -120,10 +130,21 @@ struct Recompute final : torch::autograd::Function<Recompute> {
 
 namespace detail {
 
-std::vector<at::Tensor> recompute(RecomputedFunction function, std::vector<at::Tensor> inputs) {
+std::vector<at::Tensor> recompute(const RecomputeOptions& options, RecomputedFunction function,
+                                  std::vector<at::Tensor> inputs) {
   if (!at::GradMode::is_enabled()) return function(inputs);
   auto run = c10::make_intrusive<FirstRun>();
-  run->function = std::move(function);
+  // LibTorch's Function takes defined tensors only; a function may have optional ones.
+  std::vector<bool> is_given;
+  for (const at::Tensor& input : inputs) is_given.push_back(input.defined());
+  std::erase_if(inputs, [](const at::Tensor& input) { return !input.defined(); });
+  run->function = [function = std::move(function), is_given](const std::vector<at::Tensor>& given) {
+    std::vector<at::Tensor> all;
+    auto next = given.begin();
+    for (const bool is_next : is_given) all.push_back(is_next ? *next++ : at::Tensor());
+    return function(all);
+  };
+  run->inputs_on_host = options.inputs_on_host;
   run->random_state = random_state();
   return Recompute::apply(at::TensorList(inputs), at::zeros({}).requires_grad_(true), run);
 }
