@@ -27,11 +27,11 @@ void require_one_host(const LaunchIdentity& self) {
         fmt::format("shm backend: expected at most {} ranks, got {}; start fewer, with more threads each",
                     kMaxWorldSize, self.world_size));
   }
-  if (self.local_world_size == self.world_size) return;
+  if (self.local_world_size == self.world_size || self.local_world_size == -1) return;
   throw InvalidArgument(
-      fmt::format("shm backend: expected all ranks on one host (LOCAL_WORLD_SIZE == WORLD_SIZE), got {} of {}; start "
-                  "all ranks on one host, as with torchrun --nnodes 1",
-                  self.local_world_size, self.world_size));
+      fmt::format("shm backend: expected all ranks on one host, got {} of {} here (from {}); start all ranks on one "
+                  "host, as with torchrun --nnodes 1 or srun --nodes 1",
+                  self.local_world_size, self.world_size, self.launcher));
 }
 
 }  // namespace
@@ -55,16 +55,21 @@ Context init(const InitOptions& options) {
   }
   const LaunchIdentity self = identify(variables, options.rank, options.world_size);
   require_one_host(self);
-  const RendezvousSocket socket = rendezvous_socket(variables, ::geteuid());
+  const RendezvousSocket socket = rendezvous_socket(variables, self, ::geteuid());
   if (self.world_size > 1 && socket.path.empty()) {
     throw InvalidArgument(
-        fmt::format("rank {} of {} does not know where to meet the others: set FSDP_RENDEZVOUS to the path of a socket "
-                    "in a folder of mode 700, or start with `fsdp run` or torchrun",
-                    self.rank, self.world_size),
+        fmt::format(
+            "rank {} of {}{} does not know where to meet the others: set FSDP_RENDEZVOUS to the path of a socket "
+            "in a folder of mode 700, or MASTER_PORT to a number that no other job of yours has on this host, "
+            "or start with `fsdp run`, torchrun or srun",
+            self.rank, self.world_size, self.launcher.empty() ? "" : " (from " + self.launcher + ")"),
         self.rank);
   }
   const MeetingPlace place{socket.path, socket.create_directory, self.rank, self.world_size, options.timeout};
-  return Context(make_shm_communicator(place), self.local_rank, self.local_world_size);
+  std::shared_ptr<Communicator> communicator = make_shm_communicator(place);
+  // They have met on this host, all of them.
+  if (self.local_rank == -1) return Context(std::move(communicator), self.rank, self.world_size);
+  return Context(std::move(communicator), self.local_rank, self.local_world_size);
 }
 
 }  // namespace fsdp

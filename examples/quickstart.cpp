@@ -16,7 +16,7 @@ struct ResidualImpl : torch::nn::Module {
 TORCH_MODULE(Residual);
 
 int main() {
-  const auto context = fsdp::init();  // who am I: from torchrun's variables, or else one rank
+  const auto context = fsdp::init();  // who am I: from the launcher's variables, or else one rank
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(16, 64), Residual(64), Residual(64), torch::nn::Linear(64, 4));
 

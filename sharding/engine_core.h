@@ -61,7 +61,8 @@ struct EngineCore {
   bool is_small(const UnitLayout& layout) const { return layout.bytes <= kSmallBytes; }
   // Throws the first failure of the stream or of any rank.
   void check() const;
-  // Blocks until `done`, with `lock` (of `mutex`) let go meanwhile.
+  // Blocks until `done`, with `lock` (of `mutex`) let go meanwhile. Where a wait throws, the group is aborted: what this
+  // rank has said that it waits for, and slots that it has taken, mean nothing any more.
   template <class Done>
   void wait(std::unique_lock<std::mutex>& lock, const Done& done) {
     while (!done()) {

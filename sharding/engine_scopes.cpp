@@ -171,12 +171,14 @@ KeepGathered::~KeepGathered() {
 }
 
 AveragedWeights::AveragedWeights(EngineState& engine) : engine_(&engine) { engine.begin_averaged(); }
+void AveragedWeights::close() {
+  if (engine_ != nullptr) std::exchange(engine_, nullptr)->end_averaged();
+}
 AveragedWeights::~AveragedWeights() {
-  if (engine_ == nullptr) return;
   try {
-    engine_->end_averaged();
+    close();
   } catch (...) {
-    // A failure has aborted the group, so the next collective throws it.
+    // What has aborted the group is thrown by the next collective; a step that another rank gives up ends with the scope.
   }
 }
 
@@ -190,7 +192,7 @@ Summoned::~Summoned() {
   try {
     close();
   } catch (...) {
-    // A failure has aborted the group, so the next collective throws it.
+    // As above.
   }
 }
 

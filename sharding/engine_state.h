@@ -107,7 +107,6 @@ class EngineState final : public StorageOwner {
   void refuse_update_in_backward(std::string_view operation, std::string_view reason) const;
   void refuse_with_update_in_backward(const StepOptions& options) const;
   void refuse_half_updated(std::string_view operation);
-  void refuse_cleared_after_update() const;
   void update_unit(int unit, bool all_used);
   void update(const StepSettings& step_settings);
   StepSettings settings() const;

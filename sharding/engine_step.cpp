@@ -139,19 +139,6 @@ void EngineState::refuse_half_updated(std::string_view operation) {
   }
 }
 
-// Module::zero_grad asks nobody, so it is found here.
-void EngineState::refuse_cleared_after_update() const {
-  if (!core_.update_in_backward) return;
-  const std::vector<bool> cleared = usage_here().cleared;
-  const auto found = std::find(cleared.begin(), cleared.end(), true);
-  if (found == cleared.end()) return;
-  throw InvalidArgument(
-      fmt::format("Optimizer::step: the gradient of parameter {} was cleared by Module::zero_grad, but with "
-                  "update_in_backward the weights were updated with it in backward; resume from the newest checkpoint, "
-                  "and call zero_grad after the step only",
-                  core_.model.parameters[static_cast<std::size_t>(found - cleared.begin())].name));
-}
-
 void EngineState::refuse_with_update_in_backward(const StepOptions& options) const {
   if (!core_.update_in_backward) return;
   const auto refuse = [&](bool asked_for, std::string_view option) {
@@ -211,7 +198,6 @@ StepResult EngineState::step(const StepOptions& options) {
                     "Engine::forward, which casts to it; call the model by it, or leave precision.output out",
                     c10::toString(*options_.precision.output)));
   }
-  refuse_cleared_after_update();
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);

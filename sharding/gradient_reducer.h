@@ -18,7 +18,8 @@
 // comes, or at the settlement. The round that comes next then restarts the parameter: each rank drops what its share had
 // accumulated before it adds that round. This is right if every rank does so at the same generation, and no rank has
 // newer gradients in an older one. A rank that has published nothing from that generation on restarts there at the
-// settlement, which also finds where ranks do not fit; that is refused, since sums cannot be taken apart.
+// settlement, which also finds where ranks do not fit, or one has cleared what is in a sum and no round restarts it;
+// that is refused, since sums cannot be taken apart.
 //
 // NOTE [Ordered sums]
 // The k-th micro-batch of rank r is k W + r of the step, and each has one generation of every unit, empty where it does
@@ -188,6 +189,7 @@ class GradientReducer {
   bool has_restarts(const Usage& usage) const;
   std::vector<std::uint64_t> restarts_here() const;
   void agree_on_restarts(std::unique_lock<std::mutex>& lock, Agreement& agreement, const Usage& usage);
+  std::string describe_misplaced(const ShardedParameter& parameter, int rank) const;
   void drop_gradient(int parameter);
   void drop_unpublished();
   void reduce_rest(std::unique_lock<std::mutex>& lock, const Agreement& agreement, std::string_view operation);
@@ -206,7 +208,7 @@ class GradientReducer {
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
   std::vector<std::uint64_t> restarted_at_;  // by parameter, in this step; 0 = not
-  std::string misplaced_;                    // the first parameter whose restarts do not fit, and a rank's; "" = none
+  std::string misplaced_;                    // what check_restarts() throws, "" = all fits
   bool agreed_ = false;                      // used_ is of this step
   std::uint64_t micro_batches_ = 0;          // of this step
   std::function<void(int unit, bool all_used)> update_;

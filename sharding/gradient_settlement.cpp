@@ -112,7 +112,7 @@ std::vector<std::uint64_t> GradientReducer::restarts_here() const {
 void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agreement& agreement, const Usage& usage) {
   struct Told {
     std::uint64_t restarted_at, published;  // generation of the parameter's restart, and the unit's last so far
-    std::uint64_t used;
+    std::uint64_t used, cleared;
   };
   const std::size_t parameters = used_.size();
   const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
@@ -120,7 +120,7 @@ void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agre
   std::vector<Told> own, all(parameters * ranks);
   for (std::size_t p = 0; p < parameters; ++p) {
     const auto unit = static_cast<std::size_t>(core_.model.parameters[p].unit);
-    own.push_back({restarts[p], units_[unit].generation, usage.used[p]});
+    own.push_back({restarts[p], units_[unit].generation, usage.used[p], usage.cleared[p]});
   }
   lock.unlock();
   core_.communicator().all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)));
@@ -130,23 +130,37 @@ void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agre
     std::uint64_t& generation = agreement.restarted_at[p];
     for (std::size_t rank = 0; rank < ranks; ++rank)
       generation = std::max(generation, all[rank * parameters + p].restarted_at);
-    if (generation == 0 || !agreement.used[p]) continue;
+    if (!agreement.used[p] && !core_.update_in_backward) continue;
+    const ShardedParameter& parameter = core_.model.parameters[p];
+    const std::uint64_t before = units_[static_cast<std::size_t>(parameter.unit)].first_generation;
     for (std::size_t rank = 0; rank < ranks && misplaced_.empty(); ++rank) {
       const Told& told = all[rank * parameters + p];
       const bool restarts_later = told.restarted_at == 0 && told.used == 0 && told.published < generation;
-      if (told.restarted_at == generation || restarts_later) continue;
-      misplaced_ = fmt::format("parameter {}, which rank {}", core_.model.parameters[p].name, rank);
+      const bool has_old = generation == 0 && told.cleared != 0 && told.published > before;
+      if (!has_old && (told.restarted_at == generation || restarts_later)) continue;
+      misplaced_ = describe_misplaced(parameter, static_cast<int>(rank));
     }
   }
 }
 
+std::string GradientReducer::describe_misplaced(const ShardedParameter& parameter, int rank) const {
+  const std::string what = fmt::format(
+      "Module::zero_grad in the middle of step {} cleared the gradient of parameter {}", core_.step.load(),
+      parameter.name);
+  if (core_.update_in_backward) {
+    return fmt::format(
+        "{} on rank {}, but with update_in_backward the weights were updated with it in backward; resume "
+        "from the newest checkpoint, and call zero_grad after the step only",
+        what, rank);
+  }
+  return fmt::format(
+      "{}, which rank {} had used otherwise than the others, so that old and new gradients are in one sum; "
+      "call Optimizer::zero_grad on every rank to drop them, and in its place from now on",
+      what, rank);
+}
+
 void GradientReducer::check_restarts() const {
-  if (misplaced_.empty()) return;
-  throw InvalidArgument(fmt::format(
-      "Module::zero_grad in the middle of step {} cleared the gradient of {} had used otherwise than the "
-      "others, so that old and new gradients are in one sum; call Optimizer::zero_grad on every rank to drop "
-      "them, and in its place from now on",
-      core_.step.load(), misplaced_));
+  if (!misplaced_.empty()) throw InvalidArgument(misplaced_);
 }
 
 void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
@@ -156,6 +170,7 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     waits[static_cast<std::size_t>(core_.model.parameters[p].unit)] = true;
     drop_gradient(static_cast<int>(p));
   }
+  for (const auto& round : pending_) round->waits |= waits[static_cast<std::size_t>(round->unit)];
   for (std::size_t i = 0; i < units_.size(); ++i) {
     UnitRounds& rounds = units_[i];
     if (rounds.open != nullptr) rounds.open->waits = waits[i];
@@ -177,7 +192,8 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
   core_.changed.notify_all();
   reduce_rest(lock, agreement, operation);
   if (!core_.ordered_sums) return;
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)  // all ranks go on at the same place
+  // NOTE [Ordered sums]: all ranks go on at the same place.
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit)
     micro_batches_ = std::max(micro_batches_, rounds_of_step(unit));
 }
 
@@ -225,13 +241,16 @@ void GradientReducer::fail_step(std::unique_lock<std::mutex>& lock, Agreement ag
 void GradientReducer::drop_gradient(int parameter) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(parameter)];
   const auto index = static_cast<std::size_t>(p.trainable_index);
-  UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
-  for (Round* round : {rounds.open.get(), rounds.local.get()}) {
-    if (round == nullptr) continue;
+  const auto drop = [&](Round* round) {
+    if (round == nullptr || round->unit != p.unit) return;
     if (round->held[index].defined()) held_bytes_ -= round->held[index].nbytes();
     round->held[index].reset();
     round->packed[index] = false;
-  }
+  };
+  const UnitRounds& rounds = units_[static_cast<std::size_t>(p.unit)];
+  drop(rounds.open.get());
+  drop(rounds.local.get());
+  for (const auto& round : pending_) drop(round.get());
 }
 
 void GradientReducer::drop_unpublished() {

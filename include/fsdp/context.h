@@ -12,7 +12,7 @@ namespace fsdp {
 struct InitOptions {
   std::string backend = "auto";  // auto (FSDP_BACKEND, else shm) or shm; thread ranks: see testing.h
   int rank = -1,
-      world_size = -1;  // -1 = from the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), else 0 and 1
+      world_size = -1;  // -1 = from the launcher's variables (torchrun's, Open MPI's, ...), else 0 and 1
   std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive
 };
 
@@ -37,11 +37,12 @@ class Context {
   int local_rank_, local_world_size_;
 };
 
-// Finds rank and world size (explicit options, else torchrun's variables, else one rank), meets the other ranks and
-// returns once all are there. They meet at the Unix socket that FSDP_RENDEZVOUS names, in a folder of mode 700, or at
-// one that follows from MASTER_ADDR, MASTER_PORT and torchrun's job; one rank needs neither. Throws InvalidArgument
-// for a partial or impossible set of variables (prints what was found), for ranks on several hosts and for an unknown
-// backend, and CommunicationError when a rank does not come within the timeout (names which).
+// Finds rank and world size (explicit options, else the first complete set of variables of torchrun, Open MPI, MVAPICH,
+// PMI or a step of srun, else one rank), meets the other ranks and returns once all are there. They meet at the Unix
+// socket that FSDP_RENDEZVOUS names, in a folder of mode 700, or at one that follows from the launcher's job, else from
+// MASTER_ADDR and MASTER_PORT; one rank needs none. Throws InvalidArgument for a partial or impossible set of variables
+// (prints what was found), for ranks on several hosts and for an unknown backend, and CommunicationError when a rank does
+// not come within the timeout (names which).
 Context init(const InitOptions& options = {});
 
 }  // namespace fsdp

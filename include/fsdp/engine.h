@@ -93,7 +93,8 @@ class [[nodiscard]] Summoned {
   Summoned(EngineState& engine, const SummonOptions& options);
   Summoned(Summoned&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
   Summoned& operator=(Summoned&&) = delete;
-  // Where a value was summoned for writing, call close(), which can throw: a destructor reports nothing.
+  // Call close() where values were summoned for writing, or other ranks may fail within the scope (Engine::attempt): it can
+  // throw, and a destructor reports nothing.
   ~Summoned();
   void close();
 
@@ -109,7 +110,9 @@ class [[nodiscard]] AveragedWeights {
   explicit AveragedWeights(EngineState& engine);
   AveragedWeights(AveragedWeights&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
   AveragedWeights& operator=(AveragedWeights&&) = delete;
+  // As Summoned: close() throws StepFailed where another rank has failed within the scope; a destructor reports nothing.
   ~AveragedWeights();
+  void close();
 
  private:
   EngineState* engine_;

@@ -87,6 +87,21 @@ TEST_P(LateGradientsTest, StayBehindARoundThatWaitsForASlot) {
                });
 }
 
+// The same where one rank's last round that waits has the number of the other's first after the clear.
+TEST(LateGradientsOfFullShardTest, AreClearedInRoundsThatWaitForASlot) {
+  on_two_ranks({.prefetch = 0}, [&](const Context& context, Pairs& m, Engine& engine, Optimizer& optimizer) {
+    const auto backward = [&](double factor) { ((m.a->sum() + m.b->sum()) * factor).backward(); };
+    const KeepGathered kept = engine.keep_gathered();
+    backward(100);
+    if (context.rank() == 0) backward(100);
+    m.zero_grad();
+    if (context.rank() == 1) backward(1);
+    optimizer.step();
+    expect_moved(m.a->p, 0.5);
+    expect_moved(m.b->p, 0.5);
+  });
+}
+
 // Of what the module has cleared nothing counts, nor on a rank that has no backward after it: there the shares of the
 // others' gradients begin anew, too.
 TEST_P(LateGradientsTest, BeginAnewOnEveryRankThatHasCleared) {
@@ -159,6 +174,33 @@ TEST_P(LateGradientsTest, RefuseAClearThatIsSeenTooLateAndCanBeDropped) {
     optimizer.step();
     expect_moved(m.a->p, 1);
   });
+}
+
+// The gradients of one rank are in the sum when it clears them, and those of the other come first afterwards: none of
+// them restarts. Or the rank clears alone, after its last backward.
+TEST_P(LateGradientsTest, RefuseAClearOfWhatNoLaterRoundRestarts) {
+  for (const bool alone : {false, true}) {
+    on_two_ranks({.strategy = GetParam()}, [&](const Context& context, Pairs& m, Engine&, Optimizer& optimizer) {
+      const auto backward = [&] { (m.a->sum() + m.b->sum()).backward(); };
+      const bool reduces_once = GetParam() == Strategy::kReplicate || GetParam() == Strategy::kShardOptimizer;
+      if (alone) {
+        backward();
+        if (context.rank() == 0) m.zero_grad();
+      } else {
+        if (context.rank() == 0) backward();
+        m.zero_grad();
+        if (context.rank() == 1) backward();
+      }
+      if (!reduces_once) {
+        EXPECT_THAT(text_of<InvalidArgument>([&] { optimizer.step(); }),
+                    HasSubstr("cleared the gradient of parameter"));
+        optimizer.zero_grad();
+        if (context.rank() == 1) backward();
+      }
+      optimizer.step();
+      expect_moved(m.a->p, 0.5);
+    });
+  }
 }
 
 // A rank that never used p adds nothing to it, but its share holds what the others had before they cleared.

@@ -91,12 +91,29 @@ TEST_F(ShmProcessTest, CollectivesGiveTheBitsOfThreadRanks) {
 
 TEST_F(ShmProcessTest, OneRankNeedsNoLauncherAndNoSocket) {
   const int child = processes_.start({}, [] {
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FSDP_RENDEZVOUS", "MASTER_PORT"})
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FSDP_RENDEZVOUS", "MASTER_PORT",
+                             "PMI_RANK", "PMI_SIZE", "SLURM_STEP_ID"})
       ::unsetenv(name);
     Context context = init();
     return context.backend() + " " + std::to_string(context.world_size()) + " " + std::to_string(context.mean(3.5));
   });
   EXPECT_EQ(processes_.outcome(child), "shm 1 3.500000");
+}
+
+// PMI names no job, and not always which ranks are on this host: they are where they meet.
+TEST_F(ShmProcessTest, PmiAndAPortBringRanksTogether) {
+  for (int rank = 0; rank < 2; ++rank) {
+    processes_.start(
+        {{"PMI_RANK", std::to_string(rank)}, {"PMI_SIZE", "2"}, {"MASTER_PORT", "29518"}, {"TMPDIR", folder_.path()}},
+        [] {
+          for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) ::unsetenv(name);
+          const Context context = init();
+          return std::to_string(context.local_rank()) + " of " + std::to_string(context.local_world_size()) +
+                 ", mean " + std::to_string(context.mean(context.rank()));
+        });
+  }
+  EXPECT_EQ(processes_.outcome(0), "0 of 2, mean 0.500000");
+  EXPECT_EQ(processes_.outcome(1), "1 of 2, mean 0.500000");
 }
 
 TEST_F(ShmProcessTest, TorchrunsVariablesAloneBringRanksTogether) {
@@ -363,7 +380,7 @@ TEST_F(ShmProcessTest, InitRefusesWhatItCannotDo) {
   EXPECT_THAT(error_of({.rank = 0, .world_size = 2}, {}), HasSubstr("set FSDP_RENDEZVOUS to the path"));
   EXPECT_THAT(error_of({.rank = 0, .world_size = 129}, {}), HasSubstr("at most 128 ranks, got 129"));
   EXPECT_THAT(error_of({}, {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}),
-              HasSubstr("expected all ranks on one host (LOCAL_WORLD_SIZE == WORLD_SIZE), got 2 of 4"));
+              HasSubstr("expected all ranks on one host, got 2 of 4 here (from torchrun)"));
 }
 
 }  // namespace
