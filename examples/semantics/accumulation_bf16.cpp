@@ -1,5 +1,5 @@
 // Four micro-batches a step in bf16, with fp32 master weights: gradients stay local until the last one.
-//   fsdp run -n 2 -- examples/semantics/accumulation_bf16
+//   build/release/cli/fsdp run -n 2 -- build/release/examples/semantics/accumulation_bf16
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 

@@ -1,5 +1,5 @@
 // An average of the weights, kept sharded, and evaluation with it.
-//   fsdp run -n 2 -- examples/semantics/ema
+//   build/release/cli/fsdp run -n 2 -- build/release/examples/semantics/ema
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 

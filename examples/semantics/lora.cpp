@@ -1,5 +1,5 @@
 // A frozen base with trained adapters (LoRA): the base has no gradients and no optimizer state.
-//   fsdp run -n 2 -- examples/semantics/lora
+//   build/release/cli/fsdp run -n 2 -- build/release/examples/semantics/lora
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
 
