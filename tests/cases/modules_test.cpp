@@ -7,7 +7,7 @@
 #include <ATen/Parallel.h>
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/script.h>
+#include <torch/csrc/jit/api/module.h>
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/testing.h>
