@@ -5,9 +5,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/csrc/jit/api/module.h>
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/testing.h>
