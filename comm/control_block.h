@@ -23,6 +23,7 @@ inline constexpr int kMaxWorldSize = 128;
 enum class Operation : std::uint32_t {
   kNone,
   kAllocate,
+  kAllocateBoard,
   kAllGather,
   kReduceScatter,
   kAllReduce,
@@ -51,6 +52,7 @@ struct alignas(64) RankSlot {
   std::atomic<Presence> presence{Presence::kHere};
   std::atomic<Operation> operation{Operation::kNone};  // the last collective it entered, for messages
   std::int32_t pid = 0;
+  char host[64] = {};  // empty where all ranks are on one
   // Written before a meeting, read after it; meetings of odd and even number alternate, see NOTE [Two halves].
   Call calls[2];
   std::int32_t status[2] = {0, 0};  // 0, or the errno of this rank's part of the call
@@ -61,21 +63,23 @@ struct alignas(64) RankSlot {
 class ControlBlock {
  public:
   static std::size_t bytes_for(int world_size);
-  // Builds the block in `memory` (zeroed, bytes_for(world_size) long, page aligned); the memory owns it.
-  static ControlBlock& create(std::span<std::byte> memory, int world_size);
+  // Builds the block in `memory` (zeroed, bytes_for(world_size) long, page aligned); the memory owns it. A mirrored one
+  // is of one rank alone, which writes the others' slots as their news comes in.
+  static ControlBlock& create(std::span<std::byte> memory, int world_size, bool mirrored = false);
   // The block that another process has built.
   static ControlBlock& attach(std::span<std::byte> memory);
 
   int world_size() const { return world_size_; }
   RankSlot& slot(int rank);
-  std::byte* staging(int rank, std::uint64_t meeting);
+  const RankSlot& slot(int rank) const;
+  std::byte* staging(int rank);  // both halves
 
   // Rank `rank` has come to meeting number `meeting` (1, 2, ...); the last to come rings meeting_bell.
   void arrive(int rank, std::uint64_t meeting);
   bool all_arrived(std::uint64_t meeting) const;
 
-  // The first reason stays; both bells ring. `culprit` is the rank to blame.
-  void abort(int culprit, std::string_view reason) noexcept;
+  // The first reason stays; both bells ring. `culprit` is the rank to blame. False if there was a reason already.
+  bool abort(int culprit, std::string_view reason) noexcept;
   bool aborted() const { return abort_state_.load(std::memory_order_acquire) == AbortState::kSet; }
   // REQUIRES aborted().
   int culprit() const { return culprit_; }
@@ -87,7 +91,7 @@ class ControlBlock {
  private:
   enum class AbortState : std::uint32_t { kNone, kWriting, kSet };
 
-  explicit ControlBlock(int world_size) : world_size_(world_size) {}
+  ControlBlock(int world_size, bool mirrored) : world_size_(world_size), mirrored_(mirrored) {}
 
   alignas(64) std::atomic<std::uint64_t> arrivals_{0};  // of all ranks in all meetings
   alignas(64) std::atomic<AbortState> abort_state_{AbortState::kNone};
@@ -95,6 +99,7 @@ class ControlBlock {
   std::uint32_t reason_bytes_ = 0;
   char reason_[1024] = {};
   std::int32_t world_size_;
+  bool mirrored_;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<Operation>::is_always_lock_free);

@@ -27,6 +27,13 @@ UniqueFd make_memfd(std::size_t bytes) {
   return fd;
 }
 
+void populate(std::span<std::byte> part) {
+  if (part.empty() || ::madvise(part.data(), part.size(), MADV_POPULATE_WRITE) == 0) return;
+  if (errno != EINVAL) throw_errno("madvise(MADV_POPULATE_WRITE)");
+  // Before Linux 5.14 there is nothing better than a touch. The pages are fresh, so a zero changes nothing.
+  for (std::size_t i = 0; i < part.size(); i += page_bytes()) static_cast<volatile std::byte&>(part[i]) = std::byte{};
+}
+
 MappedMemory::MappedMemory(std::size_t bytes) : MappedMemory(bytes, MAP_SHARED | MAP_ANONYMOUS, -1) {}
 
 MappedMemory::MappedMemory(const UniqueFd& memfd, std::size_t bytes) : MappedMemory(bytes, MAP_SHARED, memfd.get()) {}
@@ -40,14 +47,6 @@ MappedMemory::MappedMemory(std::size_t bytes, int flags, int fd) {
 
 MappedMemory::~MappedMemory() {
   if (!span_.empty()) ::munmap(span_.data(), span_.size());
-}
-
-void MappedMemory::populate(std::size_t offset, std::size_t bytes) const {
-  const auto part = span_.subspan(offset, bytes);
-  if (part.empty() || ::madvise(part.data(), part.size(), MADV_POPULATE_WRITE) == 0) return;
-  if (errno != EINVAL) throw_errno("madvise(MADV_POPULATE_WRITE)");
-  // Before Linux 5.14 there is nothing better than a touch. The pages are fresh, so a zero changes nothing.
-  for (std::size_t i = 0; i < part.size(); i += page_bytes()) static_cast<volatile std::byte&>(part[i]) = std::byte{};
 }
 
 }  // namespace fsdp

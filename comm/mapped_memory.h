@@ -14,6 +14,10 @@ std::size_t round_up_to_page(std::size_t bytes);
 // An empty memfd of `bytes` zeros. Throws std::system_error where the machine can never hold that much.
 UniqueFd make_memfd(std::size_t bytes);
 
+// Takes the pages of a part of a fresh mapping now, on the caller's NUMA node: a full machine is a std::system_error here
+// and not a SIGBUS later. REQUIRES it to start on a page.
+void populate(std::span<std::byte> part);
+
 // A shared, writable mapping of zeros. Zero bytes are legal and map nothing.
 class MappedMemory {
  public:
@@ -29,9 +33,6 @@ class MappedMemory {
   ~MappedMemory();
 
   std::span<std::byte> span() const { return span_; }
-  // Takes the pages of this part now, on the caller's NUMA node: a full machine is a std::system_error here and not a
-  // SIGBUS later. REQUIRES offset to be a multiple of the page size.
-  void populate(std::size_t offset, std::size_t bytes) const;
 
  private:
   MappedMemory(std::size_t bytes, int flags, int fd);

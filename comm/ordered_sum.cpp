@@ -66,7 +66,7 @@ FSDP_INLINE void fold_block(std::span<const std::byte* const> inputs, std::int64
 }
 
 template <class T>
-FSDP_INLINE void reduce_elements(const ReduceRequest& request) {
+FSDP_INLINE void reduce_elements(const OrderedSum& request) {
   using Sum = SumOf<T>;
   alignas(64) Sum sum[kBlockNumel];
   using Quotient = std::conditional_t<std::is_integral_v<Sum>, std::int64_t, Sum>;  // 128 ranks do not fit an int8
@@ -101,8 +101,8 @@ FSDP_INLINE void fold_elements(const OrderedFold& fold) {
 }
 
 template <class T>
-FSDP_INLINE void run_elements(const ReduceRequest& request) {
-  reduce_elements<T>(request);
+FSDP_INLINE void run_elements(const OrderedSum& sum) {
+  reduce_elements<T>(sum);
 }
 
 template <class T>
@@ -164,7 +164,11 @@ InstructionSet best_instruction_set() {
   return __builtin_cpu_supports("x86-64-v3") ? InstructionSet::kV3 : InstructionSet::kBaseline;
 }
 
-void ordered_sum(const ReduceRequest& request, InstructionSet set) { run_with(set, request, request.input_dtype); }
+std::size_t reduced_size_of(DType input_dtype) {
+  return input_dtype == DType::kBFloat16 || input_dtype == DType::kFloat16 ? sizeof(float) : size_of(input_dtype);
+}
+
+void ordered_sum(const OrderedSum& sum, InstructionSet set) { run_with(set, sum, sum.input_dtype); }
 
 void ordered_fold(const OrderedFold& fold, InstructionSet set) { run_with(set, fold, fold.dtype); }
 

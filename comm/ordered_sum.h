@@ -14,8 +14,19 @@ namespace fsdp {
 enum class InstructionSet { kBaseline, kV3, kV4 };
 InstructionSet best_instruction_set();
 
-// output[i] (=|+=) (input[0][i] + ... + input[W-1][i]) / divisor, as ReduceRequest defines it.
-void ordered_sum(const ReduceRequest& request, InstructionSet set = best_instruction_set());
+// output[i] (=|+=) (input[0][i] + ... + input[W-1][i]) / divisor, as ReduceRequest defines it; a null input is zeros.
+struct OrderedSum {
+  std::span<const std::byte* const> inputs = {};  // one per rank
+  std::int64_t numel = 0;
+  DType input_dtype = DType::kFloat32;
+  std::byte* output = nullptr;  // fp32 where input_dtype is fp32, bf16 or fp16; else input_dtype
+  bool accumulate = false;
+  bool in_order = false;
+  int divisor = 1;
+};
+// What one element of the output takes.
+std::size_t reduced_size_of(DType input_dtype);
+void ordered_sum(const OrderedSum& sum, InstructionSet set = best_instruction_set());
 
 // output[i] = input[0][i] op ... op input[W-1][i], in and out of `dtype`. Sums of fp16, bf16 and fp32 are taken in fp32
 // and rounded once. Integers wrap; sums of bools are `or`; a NaN makes max and min NaN. output may be one of the inputs.

@@ -1,9 +1,9 @@
 #include "comm/peer_communicator.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
-#include <limits>
 #include <system_error>
 #include <vector>
 
@@ -12,7 +12,6 @@
 
 #include <fsdp/error.h>
 
-#include "comm/ordered_sum.h"
 #include "comm/stream_copy.h"
 
 namespace fsdp {
@@ -20,15 +19,37 @@ namespace {
 
 class PeerSegment final : public Segment {
  public:
-  PeerSegment(int rank, std::shared_ptr<const MappedMemory> memory, std::size_t bytes)
-      : Segment(rank), memory_(std::move(memory)), bytes_(bytes), stride_(round_up_to_page(bytes)) {}
-  std::span<std::byte> peer(int rank) const override {
-    return memory_->span().subspan(static_cast<std::size_t>(rank) * stride_, bytes_);
+  PeerSegment(std::shared_ptr<const PeerRegion> region, int rank)
+      : Segment({region->parts[static_cast<std::size_t>(rank)], region->bytes}), region_(std::move(region)) {}
+  const PeerRegion& region() const { return *region_; }
+
+ private:
+  std::shared_ptr<const PeerRegion> region_;
+};
+
+const PeerRegion& region_of(const Segment& segment) { return static_cast<const PeerSegment&>(segment).region(); }
+
+std::vector<std::atomic<std::uint64_t>*> words_of(const PeerRegion& region) {
+  std::vector<std::atomic<std::uint64_t>*> parts;
+  for (std::byte* part : region.parts) parts.push_back(reinterpret_cast<std::atomic<std::uint64_t>*>(part));
+  return parts;
+}
+
+class PeerBoard final : public Board {
+ public:
+  PeerBoard(PeerMemory& memory, std::shared_ptr<const PeerRegion> region, int rank)
+      : Board(words_of(*region)), memory_(memory), region_(std::move(region)), rank_(rank) {}
+
+  void post(int index, std::span<const std::uint64_t> words) override {
+    for (std::size_t i = 0; i < words.size(); ++i) part(rank_)[index + static_cast<int>(i)].store(words[i]);
+    memory_.control().doorbell.ring();
+    memory_.announce_words(*region_, index, words);
   }
 
  private:
-  std::shared_ptr<const MappedMemory> memory_;
-  std::size_t bytes_, stride_;
+  PeerMemory& memory_;
+  std::shared_ptr<const PeerRegion> region_;
+  const int rank_;
 };
 
 std::uint32_t detail_of(DType dtype, ReduceOp op) {
@@ -45,9 +66,23 @@ std::string describe(const Call& call) {
   return text;
 }
 
-void require(bool holds, int rank, const std::string& message) {
-  if (!holds) throw InvalidArgument(fmt::format("{} (rank {})", message, rank), rank);
+template <class... Args>
+void require(bool holds, int rank, fmt::format_string<Args...> text, Args&&... args) {
+  if (holds) return;
+  throw InvalidArgument(fmt::format("{} (rank {})", fmt::format(text, std::forward<Args>(args)...), rank), rank);
 }
+
+// Tells the peers' memory when this rank comes out of a collective, however it does.
+class Collective {
+ public:
+  explicit Collective(PeerMemory& memory) : memory_(memory) {}
+  ~Collective() { memory_.end_collective(); }
+  Collective(const Collective&) = delete;
+  Collective& operator=(const Collective&) = delete;
+
+ private:
+  PeerMemory& memory_;
+};
 
 // The errno of a step that may fail on this rank alone; 0 if it did not.
 template <class Step>
@@ -69,7 +104,8 @@ PeerCommunicator::PeerCommunicator(std::unique_ptr<PeerMemory> memory, const Opt
       owner_(::getpid()),
       exceptions_(std::uncaught_exceptions()),
       memory_(std::move(memory)),
-      group_(*memory_, options.rank, options.timeout) {}
+      group_(*memory_, options.rank, options.timeout),
+      reader_(*memory_, group_) {}
 
 PeerCommunicator::~PeerCommunicator() {
   if (::getpid() != owner_) return;
@@ -114,29 +150,40 @@ void PeerCommunicator::meet_after(const Call& call, int error) {
   }
 }
 
-// One mapping holds all parts: | rank 0 |pad| rank 1 |pad| ...; each starts on a page, and its own rank touches it first.
-std::unique_ptr<Segment> PeerCommunicator::allocate(std::size_t bytes) {
-  const Call call{Operation::kAllocate, 0, bytes};
+std::shared_ptr<const PeerRegion> PeerCommunicator::allocate_region(const Call& call, const Collect& collect) {
+  const Collective scope(*memory_);
   meet(call);
-  const auto ranks = static_cast<std::size_t>(world_size());
-  const bool fits = bytes <= std::numeric_limits<std::size_t>::max() / ranks / 2;
-  const std::size_t stride = fits ? round_up_to_page(bytes) : 0;
-  meet_after(call, !fits ? ENOMEM : error_of([&] {
-               if (rank() == 0) memory_->offer(stride * ranks);
-             }));
-  std::shared_ptr<const MappedMemory> memory;
   meet_after(call, error_of([&] {
-               memory = memory_->collect(stride * ranks);
-               memory->populate(static_cast<std::size_t>(rank()) * stride, bytes);
+               if (rank() == 0) memory_->offer(call.bytes);
              }));
-  return std::make_unique<PeerSegment>(rank(), std::move(memory), bytes);
+  std::shared_ptr<const PeerRegion> region;
+  meet_after(call, error_of([&] {
+               region = collect(call.bytes);
+               populate({region->parts[static_cast<std::size_t>(rank())], call.bytes});
+             }));
+  return region;
+}
+
+std::unique_ptr<Segment> PeerCommunicator::allocate(std::size_t bytes) {
+  return std::make_unique<PeerSegment>(
+      allocate_region({Operation::kAllocate, 0, bytes}, [this](std::size_t part) { return memory_->collect(part); }),
+      rank());
+}
+
+std::unique_ptr<Board> PeerCommunicator::allocate_board(int words) {
+  const std::size_t bytes = static_cast<std::size_t>(words) * sizeof(std::uint64_t);
+  return std::make_unique<PeerBoard>(*memory_,
+                                     allocate_region({Operation::kAllocateBoard, 0, bytes},
+                                                     [this](std::size_t part) { return memory_->collect_board(part); }),
+                                     rank());
 }
 
 void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {
+  const Collective scope(*memory_);
   const auto ranks = static_cast<std::size_t>(world_size());
   require(output.size() == ranks * input.size(), rank(),
-          fmt::format("all_gather: expected an output of {} bytes ({} ranks times the input), got {}",
-                      ranks * input.size(), ranks, output.size()));
+          "all_gather: expected an output of {} bytes ({} ranks times the input), got {}", ranks * input.size(), ranks,
+          output.size());
   const auto part = [&](int peer) { return output.data() + static_cast<std::size_t>(peer) * input.size(); };
   if (!input.empty() && part(rank()) != input.data()) stream_copy(part(rank()), input.data(), input.size());
   std::size_t done = 0;
@@ -144,18 +191,20 @@ void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<st
     const std::size_t bytes = std::min(kStagingBytes, input.size() - done);
     if (bytes != 0) std::memcpy(own_staging(Operation::kAllGather), input.data() + done, bytes);
     const std::uint64_t meeting = meet({Operation::kAllGather, 0, input.size()});
+    std::vector<PeerCopy> copies;
     for (int peer = 0; peer < world_size(); ++peer) {
-      if (peer != rank()) stream_copy(part(peer) + done, staging(peer, meeting), bytes);
+      if (peer != rank()) copies.push_back(staged(peer, meeting, {part(peer) + done, bytes}));
     }
+    reader_.copy(copies, {Operation::kAllGather});
     done += bytes;
   } while (done < input.size());
 }
 
 void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) {
-  require(numel >= 0, rank(), fmt::format("reduce_scatter: expected numel >= 0, got {}", numel));
+  const Collective scope(*memory_);
+  require(numel >= 0, rank(), "reduce_scatter: expected numel >= 0, got {}", numel);
   const Call call{Operation::kReduceScatter, detail_of(dtype, ReduceOp::kSum), bytes_of(numel, dtype)};
   const auto chunk_numel = static_cast<std::int64_t>(kStagingBytes / size_of(dtype)) / world_size();
-  std::vector<const std::byte*> inputs(static_cast<std::size_t>(world_size()));
   std::int64_t done = 0;
   do {
     const std::int64_t chunk = std::min(chunk_numel, numel - done);
@@ -165,16 +214,15 @@ void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
                   input + bytes_of(share * numel + done, dtype), bytes);
     }
     const std::uint64_t meeting = meet(call);
-    for (int peer = 0; peer < world_size(); ++peer) {
-      inputs[static_cast<std::size_t>(peer)] = staging(peer, meeting) + static_cast<std::size_t>(rank()) * bytes;
-    }
-    ordered_fold({inputs, chunk, dtype, ReduceOp::kSum, output + bytes_of(done, dtype)});
+    fold_staged(call, meeting, static_cast<std::size_t>(rank()) * bytes,
+                {{}, chunk, dtype, ReduceOp::kSum, output + bytes_of(done, dtype)});
     done += chunk;
   } while (done < numel);
 }
 
 void PeerCommunicator::all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) {
-  require(numel >= 0, rank(), fmt::format("all_reduce: expected numel >= 0, got {}", numel));
+  const Collective scope(*memory_);
+  require(numel >= 0, rank(), "all_reduce: expected numel >= 0, got {}", numel);
   const Call call{Operation::kAllReduce, detail_of(dtype, op), bytes_of(numel, dtype)};
   const auto chunk_numel = static_cast<std::int64_t>(kStagingBytes / size_of(dtype));
   std::int64_t done = 0;
@@ -190,71 +238,112 @@ void PeerCommunicator::fold_chunk(const Call& call, std::byte* data, std::int64_
   const auto begin_of = [&](int slice) { return numel * slice / world_size(); };
   if (numel != 0) std::memcpy(own_staging(call.operation), data, bytes_of(numel, dtype));
   const std::uint64_t gathered = meet(call);
-  std::vector<const std::byte*> inputs;
-  for (int peer = 0; peer < world_size(); ++peer)
-    inputs.push_back(staging(peer, gathered) + bytes_of(begin_of(rank()), dtype));
-  ordered_fold({inputs, begin_of(rank() + 1) - begin_of(rank()), dtype, op,
-                own_staging(call.operation) + bytes_of(begin_of(rank()), dtype)});
+  const std::size_t own = bytes_of(begin_of(rank()), dtype);
+  fold_staged(call, gathered, own,
+              {{}, begin_of(rank() + 1) - begin_of(rank()), dtype, op, own_staging(call.operation) + own});
   const std::uint64_t folded = meet(call);
+  std::vector<PeerCopy> copies;
   for (int peer = 0; peer < world_size(); ++peer) {
     const std::size_t begin = bytes_of(begin_of(peer), dtype), end = bytes_of(begin_of(peer + 1), dtype);
-    if (begin != end) std::memcpy(data + begin, staging(peer, folded) + begin, end - begin);
+    copies.push_back(staged(peer, folded, {data + begin, end - begin}, begin));
   }
+  reader_.copy(copies, {call.operation});
+}
+
+// Folds what each rank has staged at `offset`.
+void PeerCommunicator::fold_staged(const Call& call, std::uint64_t meeting, std::size_t offset,
+                                   const OrderedFold& fold) {
+  std::vector<PeerInput> inputs;
+  for (int peer = 0; peer < world_size(); ++peer)
+    inputs.push_back({&memory_->staging(), peer, half_of(meeting) + offset});
+  reader_.for_each_piece(
+      inputs, fold.numel, size_of(fold.dtype), {call.operation},
+      [&](std::int64_t first, std::int64_t numel, std::span<const std::byte* const> pieces) {
+        ordered_fold({pieces, numel, fold.dtype, fold.op, fold.output + bytes_of(first, fold.dtype)});
+      });
 }
 
 void PeerCommunicator::broadcast(std::span<std::byte> data, int root) {
-  require(root >= 0 && root < world_size(), rank(),
-          fmt::format("broadcast: expected a root in [0, {}), got {}", world_size(), root));
+  const Collective scope(*memory_);
+  require(root >= 0 && root < world_size(), rank(), "broadcast: expected a root in [0, {}), got {}", world_size(),
+          root);
   std::size_t done = 0;
   do {
     const std::size_t bytes = std::min(kStagingBytes, data.size() - done);
     if (rank() == root && bytes != 0) std::memcpy(own_staging(Operation::kBroadcast), data.data() + done, bytes);
     const std::uint64_t meeting = meet({Operation::kBroadcast, static_cast<std::uint32_t>(root), data.size()});
-    if (rank() != root) stream_copy(data.data() + done, staging(root, meeting), bytes);
+    if (rank() != root) {
+      const PeerCopy copy = staged(root, meeting, data.subspan(done, bytes));
+      reader_.copy({&copy, 1}, {Operation::kBroadcast});
+    }
     done += bytes;
   } while (done < data.size());
 }
 
-void PeerCommunicator::barrier() { meet({Operation::kBarrier, 0, 0}); }
+void PeerCommunicator::barrier() {
+  const Collective scope(*memory_);
+  meet({Operation::kBarrier, 0, 0});
+}
 
 void PeerCommunicator::gather(const GatherRequest& request) {
   group_.throw_if_aborted({Operation::kGather, request.label});
-  require(request.source != nullptr, rank(), fmt::format("gather of {}: source is null", request.label));
+  require(request.source != nullptr, rank(), "gather of {}: source is null", request.label);
   const std::size_t held = request.source->bytes();
   const int ranks = request.ranks != 0 ? request.ranks : world_size();
   const std::size_t span = request.shard_bytes + request.stride * static_cast<std::size_t>(std::max(ranks, 1) - 1);
   require(request.offset <= held && span <= held - request.offset, rank(),
-          fmt::format("gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}",
-                      request.label, held, span, request.offset));
+          "gather of {}: expected a range within the {} bytes of a shard, got {} bytes at {}", request.label, held,
+          span, request.offset);
   require(request.first_rank >= 0 && ranks > 0 && request.first_rank <= world_size() - ranks, rank(),
-          fmt::format("gather of {}: expected owners among {} ranks, got {} from rank {} on", request.label,
-                      world_size(), ranks, request.first_rank));
+          "gather of {}: expected owners among {} ranks, got {} from rank {} on", request.label, world_size(), ranks,
+          request.first_rank);
   // Starting at a different owner on each rank spreads the readers over the owners' memory.
+  std::vector<PeerCopy> copies;
   for (int i = 0; i < ranks; ++i) {
     const auto owner = static_cast<std::size_t>((rank() + i) % ranks);
-    std::byte* target = request.output + owner * request.shard_bytes;
-    const std::byte* share = request.source->peer(request.first_rank + static_cast<int>(owner)).data() +
-                             request.offset + owner * request.stride;
-    if (target != share) stream_copy(target, share, request.shard_bytes);
+    copies.push_back({&region_of(*request.source),
+                      request.first_rank + static_cast<int>(owner),
+                      request.offset + owner * request.stride,
+                      {request.output + owner * request.shard_bytes, request.shard_bytes}});
   }
+  reader_.copy(copies, {Operation::kGather, request.label});
 }
 
 void PeerCommunicator::reduce(const ReduceRequest& request) {
   group_.throw_if_aborted({Operation::kReduce, request.label});
   require(static_cast<int>(request.inputs.size()) == world_size() && request.numel >= 0 && request.divisor > 0, rank(),
-          fmt::format("reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label,
-                      world_size(), request.inputs.size(), request.numel, request.divisor));
-  ordered_sum(request);
+          "reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label,
+          world_size(), request.inputs.size(), request.numel, request.divisor);
+  const std::size_t bytes = bytes_of(request.numel, request.input_dtype);
+  std::vector<PeerInput> inputs;
+  for (const ReduceInput& input : request.inputs) {
+    const PeerRegion* region = input.source == nullptr ? nullptr : &region_of(*input.source);
+    require(region == nullptr || (input.offset <= region->bytes && bytes <= region->bytes - input.offset), rank(),
+            "reduce of {}: expected a range within the {} bytes of a segment, got {} bytes at {}", request.label,
+            region == nullptr ? 0 : region->bytes, bytes, input.offset);
+    inputs.push_back({region, static_cast<int>(inputs.size()), input.offset, input.local});
+  }
+  const std::size_t output_bytes = reduced_size_of(request.input_dtype);
+  reader_.for_each_piece(inputs, request.numel, size_of(request.input_dtype), {Operation::kReduce, request.label},
+                         [&](std::int64_t first, std::int64_t numel, std::span<const std::byte* const> pieces) {
+                           ordered_sum({.inputs = pieces,
+                                        .numel = numel,
+                                        .input_dtype = request.input_dtype,
+                                        .output = request.output + static_cast<std::size_t>(first) * output_bytes,
+                                        .accumulate = request.accumulate,
+                                        .in_order = request.in_order,
+                                        .divisor = request.divisor});
+                         });
 }
 
 void PeerCommunicator::read(const Segment& source, int peer, std::size_t offset, std::span<std::byte> output) {
   group_.throw_if_aborted({Operation::kRead});
-  require(peer >= 0 && peer < world_size(), rank(),
-          fmt::format("read: expected a rank in [0, {}), got {}", world_size(), peer));
+  require(peer >= 0 && peer < world_size(), rank(), "read: expected a rank in [0, {}), got {}", world_size(), peer);
   require(offset <= source.bytes() && output.size() <= source.bytes() - offset, rank(),
-          fmt::format("read: expected a range within the {} bytes of rank {}'s part, got {} bytes at {}",
-                      source.bytes(), peer, output.size(), offset));
-  stream_copy(output.data(), source.peer(peer).data() + offset, output.size());
+          "read: expected a range within the {} bytes of rank {}'s part, got {} bytes at {}", source.bytes(), peer,
+          output.size(), offset);
+  const PeerCopy copy{&region_of(source), peer, offset, output};
+  reader_.copy({&copy, 1}, {Operation::kRead});
 }
 
 void PeerCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) {

@@ -1,5 +1,5 @@
-// The Communicator of ranks that can read each other's memory; thread and shm give it that memory and share all the rest,
-// so that they agree bit for bit.
+// The Communicator of ranks that can read each other's memory, in place or by messages: a backend gives it that memory,
+// all the rest is shared, so that backends agree bit for bit.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,10 @@
 
 #include <fsdp/communicator.h>
 
+#include "comm/mapped_memory.h"
+#include "comm/ordered_sum.h"
 #include "comm/peer_group.h"
+#include "comm/peer_reader.h"
 
 namespace fsdp {
 
@@ -30,6 +33,7 @@ class PeerCommunicator final : public Communicator {
   std::chrono::milliseconds timeout() const override { return group_.timeout(); }
 
   std::unique_ptr<Segment> allocate(std::size_t bytes) override;
+  std::unique_ptr<Board> allocate_board(int words) override;
   void all_gather(std::span<const std::byte> input, std::span<std::byte> output) override;
   void reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) override;
   void all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) override;
@@ -52,12 +56,19 @@ class PeerCommunicator final : public Communicator {
   // an abort is looked for before anything is written.
   std::byte* own_staging(Operation operation) {
     group_.throw_if_aborted({operation});
-    return group_.control().staging(rank(), group_.next_meeting());
+    return group_.control().staging(rank()) + half_of(group_.next_meeting());
   }
-  const std::byte* staging(int peer, std::uint64_t meeting) { return group_.control().staging(peer, meeting); }
+  static std::size_t half_of(std::uint64_t meeting) { return meeting % 2 * kStagingBytes; }
+  // A copy of what `peer` has staged for a meeting.
+  PeerCopy staged(int peer, std::uint64_t meeting, std::span<std::byte> target, std::size_t offset = 0) {
+    return {&memory_->staging(), peer, half_of(meeting) + offset, target};
+  }
   void throw_if_calls_differ(std::uint64_t meeting);
   // The meeting that ends a step of allocate: MemoryError on every rank if a rank's step failed with an errno.
   void meet_after(const Call& call, int error);
+  using Collect = std::function<std::shared_ptr<const PeerRegion>(std::size_t bytes)>;
+  std::shared_ptr<const PeerRegion> allocate_region(const Call& call, const Collect& collect);
+  void fold_staged(const Call& call, std::uint64_t meeting, std::size_t offset, const OrderedFold& fold);
   void fold_chunk(const Call& call, std::byte* data, std::int64_t numel, ReduceOp op, DType dtype);
 
   const std::string backend_;
@@ -65,6 +76,7 @@ class PeerCommunicator final : public Communicator {
   const int exceptions_;  // in flight when this was made
   std::unique_ptr<PeerMemory> memory_;
   PeerGroup group_;
+  PeerReader reader_;
 };
 
 }  // namespace fsdp

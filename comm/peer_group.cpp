@@ -50,6 +50,7 @@ void PeerGroup::meet(Operation operation) {
   control_.slot(rank_).operation.store(operation, std::memory_order_relaxed);
   const std::uint64_t meeting = ++meetings_;
   control_.arrive(rank_, meeting);
+  memory_.announce_arrival(meeting);
   wait(control_.meeting_bell, {{operation}, meeting}, [&] { return control_.all_arrived(meeting); });
 }
 
@@ -79,6 +80,15 @@ void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& 
     if (now - begin >= timeout_) fail_for_timeout(wait);
     if (sleeper.sleep(std::min<Clock::duration>(next_look - now, begin + timeout_ - now))) last_ring = Clock::now();
   }
+}
+
+void PeerGroup::wait_for(const PeerMemory::Fetch& fetch, const Activity& activity) {
+  wait(control_.doorbell, {activity}, [&] { return fetch.is_done(); });
+  if (fetch.lost() < 0) return;
+  throw_if_aborted(activity);
+  fail(activity, fetch.lost(),
+       fmt::format("{} is gone, with memory that rank {} was reading in {}; {}", name_of_rank(fetch.lost()), rank_,
+                   describe(activity), kRemedy));
 }
 
 void PeerGroup::throw_if_aborted(const Activity& activity) const {
@@ -144,28 +154,33 @@ void PeerGroup::fail_for_timeout(const Wait& wait) const {
 }
 
 void PeerGroup::fail(const Activity& activity, int culprit, const std::string& reason) const {
-  control_.abort(culprit, reason);
+  if (control_.abort(culprit, reason)) memory_.announce_abort();
   throw_if_aborted(activity);
   // The reason that came first is still being written, or its writer died over it: ours is as true.
   throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, reason), culprit);
 }
 
 void PeerGroup::abort(std::string_view reason) noexcept {
+  bool first = false;
   try {
-    control_.abort(rank_, fmt::format("aborted by rank {}: {}", rank_, reason));
+    first = control_.abort(rank_, fmt::format("aborted by rank {}: {}", rank_, reason));
   } catch (const std::exception&) {  // no memory for the prefix
-    control_.abort(rank_, reason);
+    first = control_.abort(rank_, reason);
   }
+  if (first) memory_.announce_abort();
 }
 
 void PeerGroup::leave() noexcept {
   control_.slot(rank_).presence.store(Presence::kLeft);
   control_.meeting_bell.ring();
   control_.doorbell.ring();
+  memory_.announce_leave();
 }
 
 std::string PeerGroup::name_of_rank(int rank) const {
-  return fmt::format("rank {} (pid {})", rank, control_.slot(rank).pid);
+  const RankSlot& slot = control_.slot(rank);
+  return slot.host[0] == '\0' ? fmt::format("rank {} (pid {})", rank, slot.pid)
+                              : fmt::format("rank {} (host {}, pid {})", rank, slot.host, slot.pid);
 }
 
 }  // namespace fsdp

@@ -39,6 +39,9 @@ class PeerGroup {
   // Any thread.
   void wait_until(const std::function<bool()>& ready, std::string_view what);
 
+  // Any thread. Returns when all of it is there.
+  void wait_for(const PeerMemory::Fetch& fetch, const Activity& activity);
+
   void throw_if_aborted(const Activity& activity) const;
   // Throws if the group is aborted or a peer's process has ended without leaving.
   void check(const Activity& activity) const;

@@ -7,17 +7,14 @@
 
 #include <fsdp/error.h>
 
+#include "comm/ordered_sum.h"
+
 namespace fsdp {
 namespace {
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-// What reduce writes per element: fp32 for the floats of 16 bits.
-std::size_t reduced_size_of(DType dtype) {
-  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? sizeof(float) : size_of(dtype);
 }
 
 }  // namespace
@@ -61,6 +58,13 @@ std::unique_ptr<Segment> RecordingCommunicator::allocate(std::size_t bytes) {
   std::unique_ptr<Segment> segment;
   run({.operation = "allocate", .bytes = bytes}, [&] { segment = inner_->allocate(bytes); });
   return segment;
+}
+
+std::unique_ptr<Board> RecordingCommunicator::allocate_board(int words) {
+  std::unique_ptr<Board> board;
+  run({.operation = "allocate_board", .bytes = static_cast<std::size_t>(words) * sizeof(std::uint64_t)},
+      [&] { board = inner_->allocate_board(words); });
+  return board;
 }
 
 void RecordingCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {

@@ -23,6 +23,7 @@ class RecordingCommunicator final : public Communicator {
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
 
   std::unique_ptr<Segment> allocate(std::size_t bytes) override;
+  std::unique_ptr<Board> allocate_board(int words) override;
   void all_gather(std::span<const std::byte> input, std::span<std::byte> output) override;
   void reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) override;
   void all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) override;

@@ -10,6 +10,7 @@
 #include <fsdp/error.h>
 
 #include "comm/peer_communicator.h"
+#include "comm/shared_memory.h"
 #include "comm/unix_socket.h"
 
 namespace fsdp {
@@ -17,14 +18,16 @@ namespace {
 
 // Each allocation is one memfd without a name; rank 0 sends it over its sockets and every rank maps it. The kernel frees
 // it when the last rank has unmapped it or died.
-class ShmMemory final : public PeerMemory {
+class ShmMemory final : public SharedMemory {
  public:
-  ShmMemory(Meeting meeting, int rank) : meeting_(std::move(meeting)), rank_(rank) {}
+  ShmMemory(Meeting meeting, int rank)
+      : meeting_(std::move(meeting)), staging_(staging_region(*meeting_.control)), rank_(rank) {}
 
   ControlBlock& control() override { return *meeting_.control; }
+  const PeerRegion& staging() override { return staging_; }
 
   void offer(std::size_t bytes) override {
-    offered_ = make_memfd(bytes);
+    offered_ = make_memfd(mapped_bytes(bytes, meeting_.control->world_size()));
     const int fd = offered_.get();
     for (std::size_t peer = 1; peer < meeting_.links.size(); ++peer) {
       const Sent sent = send_message(meeting_.links[peer], "memory", {&fd, 1});
@@ -33,9 +36,11 @@ class ShmMemory final : public PeerMemory {
     }
   }
 
-  std::shared_ptr<const MappedMemory> collect(std::size_t bytes) override {
+  std::shared_ptr<const PeerRegion> collect(std::size_t bytes) override {
     const UniqueFd memfd = rank_ == 0 ? std::move(offered_) : take_offer();
-    return std::make_shared<const MappedMemory>(memfd, bytes);
+    const int ranks = meeting_.control->world_size();
+    const auto memory = std::make_shared<const MappedMemory>(memfd, mapped_bytes(bytes, ranks));
+    return mapped_region(memory, bytes, ranks);
   }
 
   std::vector<int> ended() const override {
@@ -59,6 +64,7 @@ class ShmMemory final : public PeerMemory {
   }
 
   Meeting meeting_;
+  const PeerRegion staging_;
   const int rank_;
   UniqueFd offered_;  // rank 0's, from offer to collect
 };

@@ -15,6 +15,7 @@
 #include "comm/control_block.h"
 #include "comm/recording_communicator.h"
 #include "comm/shm_communicator.h"
+#include "comm/tcp_communicator.h"
 #include "comm/thread_communicator.h"
 
 namespace fsdp {
@@ -136,8 +137,19 @@ void run_ranks(int world_size, const std::function<void(Context)>& body, const R
           return make_shm_communicator({socket, false, rank, world_size, options.timeout});
         },
         body, options);
+  } else if (options.backend == "tcp") {
+    const JobToken token = random_token();
+    UniqueFd listener = listen_at(resolve("127.0.0.1", 0).front());
+    const std::uint16_t port = local_address(listener).port();
+    run_threads(
+        world_size,
+        [&](int rank) {
+          return make_tcp_communicator({"127.0.0.1", port, rank, world_size, options.timeout, token,
+                                        rank == 0 ? std::move(listener) : UniqueFd()});
+        },
+        body, options);
   } else {
-    throw InvalidArgument(fmt::format("run_ranks: expected backend thread or shm, got \"{}\"", options.backend));
+    throw InvalidArgument(fmt::format("run_ranks: expected backend thread, shm or tcp, got \"{}\"", options.backend));
   }
 }
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "comm/peer_communicator.h"
+#include "comm/shared_memory.h"
 
 namespace fsdp {
 namespace {
@@ -19,32 +20,36 @@ struct ThreadGroup {
 
   MappedMemory memory;
   ControlBlock& control;
-  std::weak_ptr<const MappedMemory> offered;  // weak: the ranks' handles alone keep a segment
+  std::weak_ptr<const PeerRegion> offered;  // weak: the ranks' handles alone keep a segment
 };
 
-class ThreadMemory final : public PeerMemory {
+class ThreadMemory final : public SharedMemory {
  public:
-  explicit ThreadMemory(std::shared_ptr<ThreadGroup> group) : group_(std::move(group)) {}
+  explicit ThreadMemory(std::shared_ptr<ThreadGroup> group)
+      : group_(std::move(group)), staging_(staging_region(group_->control)) {}
 
   ControlBlock& control() override { return group_->control; }
+  const PeerRegion& staging() override { return staging_; }
 
   void offer(std::size_t bytes) override {
-    own_offer_ = std::make_shared<const MappedMemory>(bytes);
+    const auto memory = std::make_shared<const MappedMemory>(mapped_bytes(bytes, group_->control.world_size()));
+    own_offer_ = mapped_region(memory, bytes, group_->control.world_size());
     group_->offered = own_offer_;
   }
 
-  std::shared_ptr<const MappedMemory> collect(std::size_t) override {
-    std::shared_ptr<const MappedMemory> memory = group_->offered.lock();
+  std::shared_ptr<const PeerRegion> collect(std::size_t) override {
+    std::shared_ptr<const PeerRegion> region = group_->offered.lock();
     own_offer_.reset();
-    if (!memory) throw std::system_error(ENOMEM, std::generic_category(), "the offered memory is gone");
-    return memory;
+    if (!region) throw std::system_error(ENOMEM, std::generic_category(), "the offered memory is gone");
+    return region;
   }
 
   std::vector<int> ended() const override { return {}; }
 
  private:
   std::shared_ptr<ThreadGroup> group_;
-  std::shared_ptr<const MappedMemory> own_offer_;  // rank 0's, from offer to collect
+  const PeerRegion staging_;
+  std::shared_ptr<const PeerRegion> own_offer_;  // rank 0's, from offer to collect
 };
 
 }  // namespace

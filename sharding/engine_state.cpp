@@ -236,21 +236,25 @@ void EngineState::merge_written(const FlatGroup& group, const Segment& written, 
                                 const std::byte* before) {
   const Mesh& mesh = core_.model.unit_of(group).mesh;
   const std::size_t share = offset + static_cast<std::size_t>(mesh.share()) * group.shard_bytes();
-  std::vector<const std::byte*> copies{written.peer(mesh.rank_of(0, mesh.share())).data() + share};
-  for (int rank = 0; rank < context().world_size(); ++rank) copies.push_back(written.peer(rank).data() + share);
+  std::vector<std::vector<std::byte>> copies;
+  const auto take_copy_of = [&](int rank) {
+    core_.communicator().read(written, rank, share, copies.emplace_back(group.shard_bytes()));
+  };
+  take_copy_of(mesh.rank_of(0, mesh.share()));
+  for (int rank = 0; rank < context().world_size(); ++rank) take_copy_of(rank);
   const std::size_t element_bytes = size_of(group.dtype);
   std::byte* shard = core_.parameter_shard(group);
   if (before == nullptr) before = shard;
   for (std::int64_t i = 0; i < group.layout->shard_numel(); ++i) {
     const std::size_t at = static_cast<std::size_t>(i) * element_bytes;
-    const auto changed = std::find_if(copies.begin(), copies.end(), [&](const std::byte* copy) {
-      return std::memcmp(copy + at, before + at, element_bytes) != 0;
+    const auto changed = std::find_if(copies.begin(), copies.end(), [&](const std::vector<std::byte>& copy) {
+      return std::memcmp(copy.data() + at, before + at, element_bytes) != 0;
     });
     if (changed == copies.end()) {
       if (before != shard) std::memcpy(shard + at, before + at, element_bytes);
       continue;
     }
-    std::memcpy(shard + at, *changed + at, element_bytes);
+    std::memcpy(shard + at, changed->data() + at, element_bytes);
     if (group.has_master())
       cast_elements(core_.master_shard(group) + bytes_of(i, group.master_dtype), group.master_dtype, shard + at,
                     group.dtype, 1);

@@ -70,8 +70,8 @@ void GradientReducer::add_locally(const ShardedParameter& p, const at::Tensor& g
     round->local = true;
   }
   const FlatGroup& group = core_.model.group_of(p);
-  const Buffer buffer = own_buffer(kLocal, group);
-  std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
+  const Buffer buffer = buffer_at(kLocal, group);
+  std::byte* target = buffer.local() + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
   const auto index = static_cast<std::size_t>(p.trainable_index);
   const bool adds = round->packed[index];
   if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(group.dtype) &&
@@ -277,24 +277,20 @@ void GradientReducer::flush_pending() {
   }
 }
 
-GradientReducer::Buffer GradientReducer::buffer_at(int rank, std::uint64_t location, const FlatGroup& group) const {
+GradientReducer::Buffer GradientReducer::buffer_at(std::uint64_t location, const FlatGroup& group) const {
   location &= ~kPartial;
   if (location == kLocal) {
     const Segment& segment = core_.model.unit_of(group).policy.keeps_gradients ? *core_.gradients : *local_;
-    return {segment.peer(rank).data() + group.local_offset, group.gradient_dtype()};
+    return {&segment, group.local_offset, group.gradient_dtype()};
   }
   const UnitLayout& unit = core_.model.unit_of(group);
   // What came late for a unit that keeps its gradients has been added up as wide as those.
   if ((location & kInOverflow) != 0 && unit.policy.keeps_gradients) {
-    return {overflow_->peer(rank).data() + (location & ~kInOverflow) + group.local_offset - unit.local_offset,
+    return {overflow_.get(), (location & ~kInOverflow) + group.local_offset - unit.local_offset,
             group.gradient_dtype()};
   }
   const Segment& segment = (location & kInOverflow) != 0 ? *overflow_ : core_.slots.segment();
-  return {segment.peer(rank).data() + (location & ~kInOverflow) + group.slot_offset, group.reduce_dtype};
-}
-
-GradientReducer::Buffer GradientReducer::own_buffer(std::uint64_t location, const FlatGroup& group) const {
-  return buffer_at(core_.context.rank(), location, group);
+  return {&segment, (location & ~kInOverflow) + group.slot_offset, group.reduce_dtype};
 }
 
 void GradientReducer::pack_held(Round& round, std::uint64_t location) {
@@ -306,8 +302,8 @@ void GradientReducer::pack_held(Round& round, std::uint64_t location) {
 void GradientReducer::pack(Round& round, std::size_t index, std::uint64_t location) {
   const ShardedParameter& p = core_.model.parameters[static_cast<std::size_t>(core_.unit(round.unit).trainable[index])];
   const FlatGroup& group = core_.model.group_of(p);
-  const Buffer buffer = own_buffer(location, group);
-  std::byte* target = buffer.data + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
+  const Buffer buffer = buffer_at(location, group);
+  std::byte* target = buffer.local() + bytes_of(group.layout->parameters()[p.index_in_group].offset, buffer.dtype);
   at::Tensor& gradient = round.held[index];
   if (gradient.strides() == p.tensor.strides() && gradient.scalar_type() == to_scalar_type(buffer.dtype) &&
       !gradient.is_neg()) {
@@ -324,8 +320,8 @@ void GradientReducer::pack(Round& round, std::size_t index, std::uint64_t locati
 void GradientReducer::zero_missing(const Round& round, std::uint64_t location) const {
   const UnitLayout& unit = core_.unit(round.unit);
   const auto zero = [&](const FlatGroup& group, const ElementRange& range) {
-    const Buffer buffer = own_buffer(location, group);
-    std::memset(buffer.data + bytes_of(range.offset, buffer.dtype), 0, bytes_of(range.numel, buffer.dtype));
+    const Buffer buffer = buffer_at(location, group);
+    std::memset(buffer.local() + bytes_of(range.offset, buffer.dtype), 0, bytes_of(range.numel, buffer.dtype));
   };
   for (std::size_t i = 0; i < round.packed.size(); ++i) {
     if (round.packed[i]) continue;

@@ -139,12 +139,13 @@ class GradientReducer {
   static constexpr std::uint64_t kPartial = std::uint64_t{1} << 61;
   // Where a rank has the gradients of one group, and of which type.
   struct Buffer {
-    std::byte* data = nullptr;
+    const Segment* segment = nullptr;
+    std::size_t offset = 0;  // bytes in its part
     DType dtype = DType::kFloat32;
+    std::byte* local() const { return segment->local().data() + offset; }  // where the rank is this one
   };
 
-  Buffer buffer_at(int rank, std::uint64_t location, const FlatGroup& group) const;
-  Buffer own_buffer(std::uint64_t location, const FlatGroup& group) const;
+  Buffer buffer_at(std::uint64_t location, const FlatGroup& group) const;
   std::unique_ptr<Round> make_round(int unit) const;
   bool accumulates_locally(int unit) const;
   void add_locally(const ShardedParameter& p, const at::Tensor& gradient, std::span<const int> restarts);
@@ -179,7 +180,7 @@ class GradientReducer {
   void reduce_group(const Round& round, const FlatGroup& group);
   void update(const Round& round);
   // Widens the inputs of the narrower type where ranks published in two.
-  DType unify(std::span<const std::byte*> inputs, std::span<const DType> dtypes, std::int64_t numel,
+  DType unify(std::span<ReduceInput> inputs, std::span<const DType> dtypes, std::int64_t numel,
               std::vector<at::Tensor>& widened) const;
   void complete(Round& round);
   void take_squares(const FlatGroup& group);

@@ -38,14 +38,13 @@ void GradientReducer::reduce_group(const Round& round, const FlatGroup& group) {
   const auto ranks = static_cast<std::size_t>(core_.communicator().world_size());
   const ElementRange part = unit.mesh.part_of_share(group.layout->shard_numel(), unit.mesh.replica());
   const std::int64_t begin = unit.mesh.share() * group.layout->shard_numel() + part.offset;
-  c10::SmallVector<const std::byte*, 16> inputs(ranks, nullptr);
+  c10::SmallVector<ReduceInput, 16> inputs(ranks);
   c10::SmallVector<DType, 16> dtypes(ranks, group.reduce_dtype);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    const auto r = static_cast<int>(rank);
-    const std::uint64_t location = core_.mailbox.location(r, round.unit, round.generation);
+    const std::uint64_t location = core_.mailbox.location(static_cast<int>(rank), round.unit, round.generation);
     if (location == ReduceMailbox::kAbsent) continue;
-    const Buffer buffer = buffer_at(r, location, group);
-    inputs[rank] = buffer.data + bytes_of(begin, buffer.dtype);
+    const Buffer buffer = buffer_at(location, group);
+    inputs[rank] = {buffer.segment, buffer.offset + bytes_of(begin, buffer.dtype)};
     dtypes[rank] = buffer.dtype;
   }
   std::vector<at::Tensor> widened;
@@ -65,16 +64,18 @@ void GradientReducer::reduce_group(const Round& round, const FlatGroup& group) {
 }
 
 // Local gradients are fp32, those in a slot may be narrower; ranks that differ in their use of no_sync() mix the two.
-DType GradientReducer::unify(std::span<const std::byte*> inputs, std::span<const DType> dtypes, std::int64_t numel,
+DType GradientReducer::unify(std::span<ReduceInput> inputs, std::span<const DType> dtypes, std::int64_t numel,
                              std::vector<at::Tensor>& widened) const {
   const auto wider = [](DType a, DType b) { return size_of(a) < size_of(b); };
   const DType widest = *std::max_element(dtypes.begin(), dtypes.end(), wider);
   for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-    if (inputs[rank] == nullptr || dtypes[rank] == widest) continue;
+    if (inputs[rank].source == nullptr || dtypes[rank] == widest) continue;
+    std::vector<std::byte> narrow(bytes_of(numel, dtypes[rank]));
+    core_.communicator().read(*inputs[rank].source, static_cast<int>(rank), inputs[rank].offset, narrow);
     widened.push_back(zeroed_bytes(bytes_of(numel, widest)));
     auto* data = static_cast<std::byte*>(widened.back().mutable_data_ptr());
-    cast_elements(data, widest, inputs[rank], dtypes[rank], numel);
-    inputs[rank] = data;
+    cast_elements(data, widest, narrow.data(), dtypes[rank], numel);
+    inputs[rank] = {.local = data};
   }
   return widest;
 }

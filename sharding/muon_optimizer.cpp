@@ -105,12 +105,14 @@ void MuonOptimizer::update_run(std::size_t parameter, std::int64_t begin, std::i
   const ShardedParameter& p = core_.model.parameters[parameter];
   const FlatGroup& group = core_.model.group_of(p);
   const std::int64_t offset = p.piece.shard_offset + begin;
+  std::vector<std::byte> update(bytes_of(numel, DType::kFloat32));
+  core_.communicator().read(*updates_, matrix.owner,
+                            matrix.update_offset + bytes_of(p.piece.begin + begin, DType::kFloat32), update);
   const double shape_scale = std::sqrt(
       std::max(1.0, static_cast<double>(p.sizes[0]) / static_cast<double>(p.sizes[1])));
   sgd_update({.dtype = group.master_dtype,
               .parameter = core_.master_shard(group) + bytes_of(offset, group.master_dtype),
-              .gradient = updates_->peer(matrix.owner).data() + matrix.update_offset +
-                          bytes_of(p.piece.begin + begin, DType::kFloat32),
+              .gradient = update.data(),
               .numel = numel,
               .rounded = group.has_master() ? core_.parameter_shard(group) + bytes_of(offset, group.dtype) : nullptr,
               .rounded_dtype = group.dtype},

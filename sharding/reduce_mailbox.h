@@ -1,5 +1,4 @@
-// Where ranks tell each other which gradient buffers are full and which have been read. Lives in memory that all ranks
-// can read.
+// Where ranks tell each other which gradient buffers are full and which have been read. Lives on a board.
 //
 // NOTE [Reduce mailbox]
 // A unit's gradients are reduced in generations 1, 2, 3, ..., the same on every rank. Rank r publishes (unit,
@@ -58,14 +57,16 @@ class ReduceMailbox {
   // This rank waits, and no rank that could end the wait will go on before it does.
   bool is_deadlocked() const;
 
-  std::size_t bytes() const { return segment_->bytes(); }
+  std::size_t bytes() const { return static_cast<std::size_t>(words()) * sizeof(std::uint64_t); }
   int depth() const { return depth_; }
 
  private:
-  struct Entry;
-  struct Board;
-  const Entry& entry(int rank, int unit, std::uint64_t generation) const;
-  Entry& own_entry(int unit, std::uint64_t generation);
+  int words() const;
+  int consumed_word(int unit) const;
+  int complete_word(int unit) const;
+  int entry_word(int unit, std::uint64_t generation) const;
+  // The generation whose entry is where this one's would be.
+  std::uint64_t published(int rank, int unit, std::uint64_t generation) const;
   void set_word(std::uint64_t word);
   bool waits_for(int rank, int other, std::uint64_t word) const;
   bool is_complete(int unit, std::uint64_t generation) const;
@@ -76,7 +77,7 @@ class ReduceMailbox {
   std::vector<Mesh> meshes_;
   int depth_;
   std::vector<Drain> waits_;  // of this rank's threads, the last is the word
-  std::unique_ptr<Segment> segment_;
+  std::unique_ptr<Board> board_;
 };
 
 }  // namespace fsdp

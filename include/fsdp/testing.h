@@ -32,7 +32,9 @@ struct CommunicatorRecord {
 };
 
 struct RunRanksOptions {
-  std::string backend = "thread";  // thread | shm: the ranks are threads with either, shm meets and maps as processes do
+  // thread | shm | tcp. The ranks are threads with each; shm meets and maps as processes do, tcp exchanges all bytes over
+  // loopback connections.
+  std::string backend = "thread";
   std::chrono::milliseconds timeout{60'000};
   FaultPlan faults = {};
   // If set: called with (rank, record) after each communicator call but ring, abort and check, from the calling

@@ -135,11 +135,11 @@ TEST_P(HybridTest, SavesOnceAndResumesAtAnyWorldSize) {
 INSTANTIATE_TEST_SUITE_P(Grid, HybridTest,
                          ::testing::Values(Cell{2, 1, "thread"}, Cell{3, 1, "thread"}, Cell{4, 1, "thread"},
                                            Cell{4, 2, "thread"}, Cell{4, 4, "thread"}, Cell{1, 1, "thread"},
-                                           Cell{4, 2, "shm"}, Cell{2, 1, "shm"}),
+                                           Cell{4, 2, "shm"}, Cell{2, 1, "shm"}, Cell{4, 2, "tcp"}),
                          [](const auto& tested) {
                            return std::to_string(tested.param.shard_group) + "Of" +
-                                  std::to_string(tested.param.world_size) +
-                                  (std::string(tested.param.backend) == "shm" ? "OnShm" : "OnThreads");
+                                  std::to_string(tested.param.world_size) + "On" +
+                                  name_of_backend(tested.param.backend);
                          });
 
 TEST(ShardGroupTest, ThatDoesNotDivideTheRanksIsRefusedOnEveryRank) {

@@ -109,14 +109,14 @@ TEST_P(NoSyncTest, MixesTypesWhereRanksDiffer) {
 std::string name_of_cell(const Cell& cell) {
   constexpr const char* kNames[] = {"Replicate", "ShardOptimizer", "ShardGradients", "FullShard"};
   return kNames[static_cast<int>(cell.strategy)] + std::string("On") + std::to_string(cell.world_size) +
-         (std::string(cell.backend) == "shm" ? "Shm" : "Threads");
+         name_of_backend(cell.backend);
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, NoSyncTest,
                          ::testing::Values(Cell{Strategy::kFullShard, 1}, Cell{Strategy::kFullShard, 2},
                                            Cell{Strategy::kFullShard, 3}, Cell{Strategy::kFullShard, 2, "shm"},
-                                           Cell{Strategy::kShardGradients, 2}, Cell{Strategy::kShardOptimizer, 2},
-                                           Cell{Strategy::kReplicate, 2}),
+                                           Cell{Strategy::kFullShard, 2, "tcp"}, Cell{Strategy::kShardGradients, 2},
+                                           Cell{Strategy::kShardOptimizer, 2}, Cell{Strategy::kReplicate, 2}),
                          [](const auto& tested) { return name_of_cell(tested.param); });
 
 // The whole gradients cost what the report says, from the first scope on.

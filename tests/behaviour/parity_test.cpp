@@ -65,12 +65,14 @@ TEST(ParityBitsTest, PrefetchChangesNoBit) {
   }
 }
 
-TEST(ParityBitsTest, ThreadAndShmAreEqual) {
+TEST(ParityBitsTest, BackendsAreEqual) {
   Training training = mixed_training();
   training.adamw = true;
   const Trace threads = train_sharded(training, 2);
-  training.ranks.backend = "shm";
-  expect_bit_equal(train_sharded(training, 2), threads);
+  for (const char* backend : {"shm", "tcp"}) {
+    training.ranks.backend = backend;
+    expect_bit_equal(train_sharded(training, 2), threads);
+  }
 }
 
 }  // namespace

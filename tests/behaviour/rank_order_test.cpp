@@ -166,10 +166,10 @@ INSTANTIATE_TEST_SUITE_P(
                       OrderCase{"OnePerRank", one_per_rank, "thread"}, OrderCase{"OnePerRank", one_per_rank, "shm"},
                       OrderCase{"Changing", changing, "thread"}, OrderCase{"Changing", changing, "shm"},
                       OrderCase{"FirstRankAlone", first_rank_alone, "thread"},
-                      OrderCase{"FirstRankAlone", first_rank_alone, "shm"}),
-    [](const auto& tested) {
-      return std::string(tested.param.name) + (std::string(tested.param.backend) == "shm" ? "OnShm" : "OnThreads");
-    });
+                      OrderCase{"FirstRankAlone", first_rank_alone, "shm"}, OrderCase{"Rotated", rotated, "tcp"},
+                      OrderCase{"Reversed", reversed_on_odd_ranks, "tcp"}, OrderCase{"OnePerRank", one_per_rank, "tcp"},
+                      OrderCase{"Changing", changing, "tcp"}, OrderCase{"FirstRankAlone", first_rank_alone, "tcp"}),
+    [](const auto& tested) { return std::string(tested.param.name) + "On" + name_of_backend(tested.param.backend); });
 
 }  // namespace
 }  // namespace fsdp::testing

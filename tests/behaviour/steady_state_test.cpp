@@ -80,7 +80,7 @@ TEST_P(SteadyStateTest, EveryStepAfterTheSecondRepeatsItsCallsAndAddresses) {
 
 INSTANTIATE_TEST_SUITE_P(Grid, SteadyStateTest,
                          ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Values(0, 1, 2),
-                                            ::testing::Values("thread", "shm")));
+                                            ::testing::Values("thread", "shm", "tcp")));
 
 }  // namespace
 }  // namespace fsdp::testing

@@ -26,7 +26,7 @@ std::string name_of_cell(const Cell& cell) {
   constexpr const char* kNames[] = {"Replicate", "ShardOptimizer", "ShardGradients", "FullShard"};
   std::string name = kNames[static_cast<int>(cell.strategy)];
   if (cell.shard_group != 0) name += std::to_string(cell.shard_group);
-  return name + "On" + std::to_string(cell.world_size) + (std::string(cell.backend) == "shm" ? "Shm" : "Threads");
+  return name + "On" + std::to_string(cell.world_size) + name_of_backend(cell.backend);
 }
 void PrintTo(const Cell& cell, std::ostream* out) { *out << name_of_cell(cell); }
 
@@ -366,20 +366,22 @@ TEST_P(StrategyTest, SavesWhatAnyOtherStrategyResumes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, StrategyTest,
-                         ::testing::Values(Cell{Strategy::kReplicate, 1}, Cell{Strategy::kReplicate, 2},
-                                           Cell{Strategy::kReplicate, 3}, Cell{Strategy::kReplicate, 4},
-                                           Cell{Strategy::kShardOptimizer, 1}, Cell{Strategy::kShardOptimizer, 2},
-                                           Cell{Strategy::kShardOptimizer, 3}, Cell{Strategy::kShardOptimizer, 4},
-                                           Cell{Strategy::kShardGradients, 1}, Cell{Strategy::kShardGradients, 2},
-                                           Cell{Strategy::kShardGradients, 3}, Cell{Strategy::kShardGradients, 4},
-                                           Cell{Strategy::kFullShard, 2}, Cell{Strategy::kShardOptimizer, 4, 2},
-                                           Cell{Strategy::kShardGradients, 4, 2}, Cell{Strategy::kShardGradients, 3, 1},
-                                           Cell{Strategy::kFullShard, 4, 2}, Cell{Strategy::kReplicate, 2, 0, "shm"},
-                                           Cell{Strategy::kShardOptimizer, 2, 0, "shm"},
-                                           Cell{Strategy::kShardGradients, 2, 0, "shm"},
-                                           Cell{Strategy::kShardOptimizer, 4, 2, "shm"}),
-                         [](const auto& tested) { return name_of_cell(tested.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Grid, StrategyTest,
+    ::testing::Values(Cell{Strategy::kReplicate, 1}, Cell{Strategy::kReplicate, 2}, Cell{Strategy::kReplicate, 3},
+                      Cell{Strategy::kReplicate, 4}, Cell{Strategy::kShardOptimizer, 1},
+                      Cell{Strategy::kShardOptimizer, 2}, Cell{Strategy::kShardOptimizer, 3},
+                      Cell{Strategy::kShardOptimizer, 4}, Cell{Strategy::kShardGradients, 1},
+                      Cell{Strategy::kShardGradients, 2}, Cell{Strategy::kShardGradients, 3},
+                      Cell{Strategy::kShardGradients, 4}, Cell{Strategy::kFullShard, 2},
+                      Cell{Strategy::kShardOptimizer, 4, 2}, Cell{Strategy::kShardGradients, 4, 2},
+                      Cell{Strategy::kShardGradients, 3, 1}, Cell{Strategy::kFullShard, 4, 2},
+                      Cell{Strategy::kReplicate, 2, 0, "shm"}, Cell{Strategy::kShardOptimizer, 2, 0, "shm"},
+                      Cell{Strategy::kShardGradients, 2, 0, "shm"}, Cell{Strategy::kShardOptimizer, 4, 2, "shm"},
+                      Cell{Strategy::kReplicate, 2, 0, "tcp"}, Cell{Strategy::kShardOptimizer, 3, 0, "tcp"},
+                      Cell{Strategy::kShardGradients, 2, 0, "tcp"}, Cell{Strategy::kFullShard, 2, 0, "tcp"},
+                      Cell{Strategy::kFullShard, 4, 2, "tcp"}),
+    [](const auto& tested) { return name_of_cell(tested.param); });
 
 // Every unit its own: none changes what another gets.
 TEST(PerUnitStrategyTest, HasTheBitsOfFullShardingInAnyMixture) {

@@ -94,7 +94,8 @@ TEST_P(UpdateInBackwardTest, HasTheBitsOfMomentumAtTheStep) {
 }
 
 std::vector<Cell> cells() {
-  std::vector<Cell> all{{"One", 1}, {"Two", 2}, {"Three", 3}, {"Four", 4}, {"TwoOnShm", 2, {}, "shm"}};
+  std::vector<Cell> all{
+      {"One", 1}, {"Two", 2}, {"Three", 3}, {"Four", 4}, {"TwoOnShm", 2, {}, "shm"}, {"TwoOnTcp", 2, {}, "tcp"}};
   all.push_back({"NoPrefetch", 3, {.prefetch = 0}});
   all.push_back({"Kept", 3, {.strategy = Strategy::kShardGradients}});
   all.push_back({"HybridOfTwoOnFour", 4, {.shard_group = 2}});

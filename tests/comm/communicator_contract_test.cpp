@@ -173,24 +173,31 @@ TEST_P(CommunicatorContractTest, ReduceSumsWhatLiesInTheSegments) {
       const auto segment = communicator.allocate(all[0].size());
       std::ranges::copy(all[index_of(context.rank())], segment->local().begin());
       communicator.barrier();
-      std::vector<const std::byte*> pointers;
+      std::vector<ReduceInput> places;
       std::vector<Bytes> shares;
       for (int peer = 0; peer < world_size(); ++peer) {
-        pointers.push_back(segment->peer(peer).data() + index_of(context.rank()) * share_bytes);
+        places.push_back({segment.get(), index_of(context.rank()) * share_bytes});
         shares.push_back(part_of(all[index_of(peer)], context.rank(), share_bytes));
       }
       const Bytes assigned = reference::reduce(dtype, shares, count, world_size(), {});
       Bytes output(assigned.size());
       communicator.reduce(
-          {.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .divisor = world_size()});
+          {.inputs = places, .numel = count, .input_dtype = dtype, .output = output.data(), .divisor = world_size()});
       EXPECT_TRUE(output == assigned) << shape_name(dtype, count);
       // The second rank has nothing to give, and the result is added to the first.
-      pointers[index_of(1 % world_size())] = nullptr;
+      places[index_of(1 % world_size())] = {};
       shares[index_of(1 % world_size())].clear();
       const Bytes accumulated = reference::reduce(dtype, shares, count, 1, assigned);
       communicator.reduce(
-          {.inputs = pointers, .numel = count, .input_dtype = dtype, .output = output.data(), .accumulate = true});
+          {.inputs = places, .numel = count, .input_dtype = dtype, .output = output.data(), .accumulate = true});
       EXPECT_TRUE(output == accumulated) << shape_name(dtype, count);
+      // What is this rank's own memory is taken from there.
+      const Bytes own = part_of(all[index_of(context.rank())], context.rank(), share_bytes);
+      places[0] = {.local = own.data()};
+      shares[0] = own;
+      const Bytes mixed = reference::reduce(dtype, shares, count, 1, {});
+      communicator.reduce({.inputs = places, .numel = count, .input_dtype = dtype, .output = output.data()});
+      EXPECT_TRUE(output == mixed) << shape_name(dtype, count);
       communicator.barrier();
     });
   });
@@ -215,34 +222,66 @@ TEST_P(CommunicatorContractTest, SegmentsAreZeroAlignedAndReadableByPeers) {
     for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{4096}, std::size_t{100'001}}) {
       const auto segment = communicator.allocate(bytes);
       ASSERT_EQ(segment->bytes(), bytes);
-      for (int peer = 0; peer < world_size(); ++peer) {
-        EXPECT_EQ(reinterpret_cast<std::uintptr_t>(segment->peer(peer).data()) % 4096, 0U);
-        EXPECT_TRUE(std::ranges::all_of(segment->peer(peer), [](std::byte b) { return b == std::byte{}; }));
-      }
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(segment->local().data()) % 4096, 0U);
+      const auto expect_parts = [&](auto value_of) {
+        for (int peer = 0; peer < world_size(); ++peer) {
+          Bytes part(bytes);
+          communicator.read(*segment, peer, 0, part);
+          EXPECT_TRUE(std::ranges::all_of(part, [&](std::byte b) { return b == value_of(peer); }));
+        }
+      };
+      expect_parts([](int) { return std::byte{}; });
       communicator.barrier();
       std::ranges::fill(segment->local(), static_cast<std::byte>(context.rank() + 1));
       communicator.barrier();
-      for (int peer = 0; peer < world_size(); ++peer) {
-        const auto expected = static_cast<std::byte>(peer + 1);
-        EXPECT_TRUE(std::ranges::all_of(segment->peer(peer), [&](std::byte b) { return b == expected; }));
-      }
+      expect_parts([](int peer) { return static_cast<std::byte>(peer + 1); });
     }
   });
 }
 
-TEST_P(CommunicatorContractTest, WaitUntilSeesAPeersStoreAfterItsRing) {
+TEST_P(CommunicatorContractTest, WaitUntilSeesAPeersWord) {
   run([&](Context context) {
     Communicator& communicator = context.communicator();
-    const auto segment = communicator.allocate(sizeof(int));
-    const auto word = [&](int rank) { return std::atomic_ref(*reinterpret_cast<int*>(segment->peer(rank).data())); };
+    const auto board = communicator.allocate_board(3);
     const int next = (context.rank() + 1) % world_size();
-    for (int round = 1; round <= 200; ++round) {
-      word(context.rank()).store(round, std::memory_order_release);
-      communicator.ring();
-      communicator.wait_until([&] { return word(next).load(std::memory_order_acquire) >= round; },
-                              "the next rank's round");
+    for (std::uint64_t round = 1; round <= 200; ++round) {
+      const std::uint64_t words[] = {round * 7, round};
+      board->post(1, words);
+      communicator.wait_until([&] { return board->word(next, 2) >= round; }, "the next rank's round");
+      EXPECT_GE(board->word(next, 1), round * 7) << "posted before";
+      EXPECT_EQ(board->word(next, 0), 0U);
     }
     communicator.barrier();
+  });
+}
+
+// A word says that a peer's memory is ready: what the peer wrote before is what a reader then gets.
+TEST_P(CommunicatorContractTest, AWordComesAfterWhatWasWrittenBeforeIt) {
+  run([&](Context context) {
+    Communicator& communicator = context.communicator();
+    constexpr std::size_t kBytes = 3000;
+    const auto segment = communicator.allocate(kBytes);
+    const auto board = communicator.allocate_board(2);
+    for (std::uint64_t round = 1; round <= 50; ++round) {
+      std::ranges::fill(segment->local(), static_cast<std::byte>(round + index_of(context.rank())));
+      board->post(0, round);
+      for (int peer = 0; peer < world_size(); ++peer) {
+        communicator.wait_until([&] { return board->word(peer, 0) == round; }, "a peer's memory");
+        Bytes part(kBytes);
+        communicator.read(*segment, peer, 0, part);
+        EXPECT_TRUE(std::ranges::all_of(
+            part, [&](std::byte b) { return b == static_cast<std::byte>(round + index_of(peer)); }));
+      }
+      board->post(1, round);
+      communicator.wait_until(
+          [&] {
+            for (int peer = 0; peer < world_size(); ++peer) {
+              if (board->word(peer, 1) < round) return false;
+            }
+            return true;
+          },
+          "all readers");
+    }
   });
 }
 
@@ -322,10 +361,10 @@ constexpr auto kInstanceName = [](const testing::TestParamInfo<std::tuple<std::s
 };
 
 INSTANTIATE_TEST_SUITE_P(, CommunicatorContractTest,
-                         testing::Combine(testing::Values("thread", "shm"), testing::Values(1, 2, 3, 4, 5, 8)),
+                         testing::Combine(testing::Values("thread", "shm", "tcp"), testing::Values(1, 2, 3, 4, 5, 8)),
                          kInstanceName);
 INSTANTIATE_TEST_SUITE_P(, CommunicatorAgreementTest,
-                         testing::Combine(testing::Values("thread", "shm"), testing::Values(2, 3, 4, 5, 8)),
+                         testing::Combine(testing::Values("thread", "shm", "tcp"), testing::Values(2, 3, 4, 5, 8)),
                          kInstanceName);
 
 }  // namespace

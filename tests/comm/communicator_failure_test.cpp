@@ -90,7 +90,7 @@ TEST_P(CommunicatorFailureTest, AfterAnAbortEveryCallThrowsTheSameReason) {
         error_of([&] { communicator.barrier(); }, 0);
         communicator.abort("second");
         std::array<std::byte, 32> output;
-        const std::byte* inputs[] = {nullptr, nullptr};
+        const ReduceInput inputs[2];
         auto calls = all_waits();
         calls.push_back({"gather of layers.3", [&](Communicator& c) {
                            c.gather({segment.get(), 0, 16, output.data(), "layers.3"});
@@ -214,18 +214,16 @@ TEST_P(CommunicatorFailureTest, ARankThatLeavesAfterComingIsNotMissed) {
   }
 }
 
-TEST_P(CommunicatorFailureTest, ARingWakesASleeperBeforeItLooksByItself) {
-  std::atomic<int> turn{0};
+TEST_P(CommunicatorFailureTest, APostWakesASleeperBeforeItLooksByItself) {
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(
       4,
       [&](Context context) {
+        const auto board = context.communicator().allocate_board(1);
         for (int round = 0; round < 400; ++round) {
-          if (round % 4 == context.rank()) {
-            turn.store(round + 1);
-            context.communicator().ring();
-          }
-          context.communicator().wait_until([&] { return turn.load() > round; }, "a turn");
+          if (round % 4 == context.rank()) board->post(0, static_cast<std::uint64_t>(round + 1));
+          context.communicator().wait_until(
+              [&] { return board->word(round % 4, 0) > static_cast<std::uint64_t>(round); }, "a turn");
         }
       },
       options());
@@ -261,7 +259,7 @@ TEST_P(CommunicatorFailureTest, WaitingRanksSleep) {
   EXPECT_LT(spent, 0.25) << "seven waiting ranks used the processor";
 }
 
-INSTANTIATE_TEST_SUITE_P(, CommunicatorFailureTest, testing::Values("thread", "shm"),
+INSTANTIATE_TEST_SUITE_P(, CommunicatorFailureTest, testing::Values("thread", "shm", "tcp"),
                          [](const auto& instance) { return instance.param; });
 
 }  // namespace

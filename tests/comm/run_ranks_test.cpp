@@ -88,7 +88,7 @@ TEST(RunRanksTest, RefusesWhatCannotBe) {
   EXPECT_THAT(text_of<InvalidArgument>([&] { run_ranks(0, body); }), HasSubstr("world size in [1, 128], got 0"));
   EXPECT_THROW(run_ranks(129, body), InvalidArgument);
   EXPECT_THAT(text_of<InvalidArgument>([&] { run_ranks(2, body, {.backend = "gloo"}); }),
-              HasSubstr("thread or shm, got \"gloo\""));
+              HasSubstr("thread, shm or tcp, got \"gloo\""));
   EXPECT_THROW(run_ranks(2, body, {.timeout = 0ms}), InvalidArgument);
 }
 
@@ -141,12 +141,13 @@ TEST(RunRanksTest, RecordsEveryCallWithBytesOutputAndLabel) {
               std::array<std::byte, 64> own{}, output{};
               if (context.rank() == 0) gathered = output.data();
               const auto segment = communicator.allocate(48);
+              const auto board = communicator.allocate_board(3);
               communicator.all_gather(std::span(own).first(16), std::span(output).first(32));
               communicator.reduce_scatter(own.data(), output.data(), 3, DType::kFloat64);
               communicator.all_reduce(own.data(), 7, DType::kFloat32, ReduceOp::kMax);
               communicator.broadcast(own, 1);
               communicator.gather({segment.get(), 0, 24, output.data(), "layers.1"});
-              const std::byte* inputs[] = {data.data(), data.data()};
+              const ReduceInput inputs[] = {{.local = data.data()}, {.local = data.data()}};
               communicator.reduce({.inputs = inputs,
                                    .numel = 5,
                                    .input_dtype = DType::kBFloat16,
@@ -164,6 +165,7 @@ TEST(RunRanksTest, RecordsEveryCallWithBytesOutputAndLabel) {
   std::map<std::string, std::size_t> bytes;
   for (const auto& [operation, record] : records) bytes[operation] = record.bytes;
   EXPECT_EQ(bytes, (std::map<std::string, std::size_t>{{"allocate", 48},
+                                                       {"allocate_board", 24},
                                                        {"all_gather", 32},
                                                        {"reduce_scatter", 24},
                                                        {"all_reduce", 28},

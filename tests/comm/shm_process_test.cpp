@@ -66,8 +66,7 @@ std::string results_of_collectives(Context context) {
   Bytes gathered(data.size());
   communicator.gather({segment.get(), bytes, bytes, gathered.data(), "unit"});
   keep(gathered);
-  std::vector<const std::byte*> inputs;
-  for (int peer = 0; peer < context.world_size(); ++peer) inputs.push_back(segment->peer(peer).data());
+  const std::vector<ReduceInput> inputs(ranks, {.source = segment.get()});
   communicator.reduce({.inputs = inputs, .numel = kNumel, .output = output.data(), .divisor = context.world_size()});
   keep(output);
   communicator.all_gather(output, std::span(gathered).first(ranks * bytes));

@@ -154,6 +154,11 @@ Trace train_rank(const Context& context, const Training& training, const std::sh
   return trace;
 }
 
+std::string name_of_backend(const std::string& backend) {
+  static const std::map<std::string, std::string> names{{"thread", "Threads"}, {"shm", "Shm"}, {"tcp", "Tcp"}};
+  return names.at(backend);
+}
+
 std::mutex& drawing_mutex() {
   static std::mutex mutex;
   return mutex;

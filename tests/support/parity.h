@@ -42,6 +42,9 @@ struct Training {
 Training mixed_training();
 
 Trace train_plain(const Training& training);
+// For test names: "Threads", "Shm", "Tcp".
+std::string name_of_backend(const std::string& backend);
+
 std::mutex& drawing_mutex();
 // `make()`, one rank at a time: modules draw from the process's one generator, which thread ranks share.
 template <class Make>

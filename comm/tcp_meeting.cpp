@@ -1,0 +1,314 @@
+#include "comm/tcp_meeting.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <system_error>
+#include <thread>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/socket.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kRetryInterval{20};
+constexpr std::chrono::milliseconds kLook{100};  // for a guest that has gone again
+constexpr std::size_t kMaxRefusalBytes = 4096;
+
+// Rank 0's answer to a greeting: the bytes that follow are a table of the ranks, or a text that says why not.
+struct AnswerHeader {
+  std::uint32_t is_welcome = 0, bytes = 0;
+};
+
+struct TableEntry {
+  TcpAddress address = {};
+  std::int32_t pid = 0;
+  char host[64] = {};
+  char boot[40] = {};
+};
+
+double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
+Greeting greeting_of(const TcpPlace& place, Lane lane, std::uint16_t port) {
+  Greeting greeting{.rank = place.rank, .world_size = place.world_size, .pid = ::getpid(), .lane = lane, .port = port};
+  ::gethostname(greeting.host, sizeof(greeting.host) - 1);
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  boot.copy(greeting.boot, sizeof(greeting.boot) - 1);
+  return greeting;
+}
+
+bool has_gone(const UniqueFd& socket) {
+  std::byte byte{};
+  return ::recv(socket.get(), &byte, 1, MSG_PEEK) == 0 || (errno != EAGAIN && errno != EINTR);
+}
+
+bool send_answer(const UniqueFd& guest, bool is_welcome, std::span<const std::byte> bytes, Clock::time_point deadline) {
+  const AnswerHeader header{is_welcome, static_cast<std::uint32_t>(bytes.size())};
+  return send_all(guest, std::as_bytes(std::span(&header, 1)), deadline) && send_all(guest, bytes, deadline);
+}
+
+std::vector<TableEntry> table_for_one(const Greeting& self) {
+  TableEntry entry{.pid = self.pid};
+  std::memcpy(entry.host, self.host, sizeof(entry.host));
+  std::memcpy(entry.boot, self.boot, sizeof(entry.boot));
+  return {entry};
+}
+
+// Rank 0's first part: the control lanes of all others, and the table that they get.
+class Host {
+ public:
+  Host(const TcpPlace& place, Door& door, std::vector<PeerSockets>& sockets)
+      : place_(place), door_(door), sockets_(sockets), table_(table_for_one(greeting_of(place, Lane::kControl, 0))) {
+    table_.resize(sockets.size());
+  }
+
+  std::vector<TableEntry> admit_all(Clock::time_point deadline) {
+    try {
+      while (!missing().empty()) {
+        if (Clock::now() >= deadline) throw CommunicationError(missing_text(), missing().front());
+        if (auto guest = door_.next(std::min(deadline, Clock::now() + kLook))) admit(std::move(*guest));
+        throw_if_one_has_gone();
+      }
+    } catch (const Error& error) {
+      refuse_all(error.what());
+      throw;
+    }
+    const auto bytes = std::as_bytes(std::span(table_));
+    for (const PeerSockets& peer : sockets_) {
+      if (peer.control) send_answer(peer.control, true, bytes, deadline);  // one that has gone is seen by all
+    }
+    return std::move(table_);
+  }
+
+ private:
+  void admit(Guest guest) {
+    const Greeting& greeting = guest.greeting;
+    const bool valid = greeting.world_size == place_.world_size && greeting.rank > 0 &&
+                       greeting.rank < place_.world_size && greeting.lane == Lane::kControl;
+    const auto rank = static_cast<std::size_t>(greeting.rank);
+    if (!valid || sockets_[rank].control) {
+      const std::string reason =
+          valid ? fmt::format(
+                      "two processes say that they are rank {}: pid {} on {} and pid {} on {}; give each its "
+                      "own RANK",
+                      rank, table_[rank].pid, table_[rank].host, greeting.pid, greeting.host)
+                : fmt::format(
+                      "expected world size {} and a rank in [1, {}), got {} and {} from pid {} on {}; start all "
+                      "ranks with the same build and the same WORLD_SIZE",
+                      place_.world_size, place_.world_size, greeting.world_size, greeting.rank, greeting.pid,
+                      greeting.host);
+      send_answer(guest.socket, false, std::as_bytes(std::span(reason)), Clock::now() + kLook);
+      throw InvalidArgument("rendezvous: " + reason, greeting.rank);
+    }
+    TableEntry& entry = table_[rank];
+    entry.address = peer_address(guest.socket);
+    entry.address.set_port(greeting.port);
+    entry.pid = greeting.pid;
+    std::memcpy(entry.host, greeting.host, sizeof(entry.host));
+    std::memcpy(entry.boot, greeting.boot, sizeof(entry.boot));
+    sockets_[rank].control = std::move(guest.socket);
+  }
+
+  void throw_if_one_has_gone() const {
+    for (std::size_t rank = 1; rank < sockets_.size(); ++rank) {
+      if (!sockets_[rank].control || !has_gone(sockets_[rank].control)) continue;
+      throw CommunicationError(
+          fmt::format("rendezvous: rank {} (pid {} on {}) ended before all ranks were there; see its "
+                      "own output",
+                      rank, table_[rank].pid, table_[rank].host),
+          static_cast<int>(rank));
+    }
+  }
+
+  std::vector<int> missing() const {
+    std::vector<int> ranks;
+    for (std::size_t rank = 1; rank < sockets_.size(); ++rank) {
+      if (!sockets_[rank].control) ranks.push_back(static_cast<int>(rank));
+    }
+    return ranks;
+  }
+
+  std::string missing_text() const {
+    const std::string strangers =
+        door_.turned_away() == 0
+            ? ""
+            : fmt::format(
+                  " ({} connections without this job's token were turned away: FSDP_JOB_TOKEN has to be the same "
+                  "on every rank)",
+                  door_.turned_away());
+    return fmt::format(
+        "rendezvous at {}: {} of {} ranks came within {} s, missing: rank {}{}; start them with the same MASTER_ADDR "
+        "and "
+        "MASTER_PORT, see that no firewall keeps them out, or raise InitOptions::timeout",
+        door_.address().to_string(), place_.world_size - static_cast<int>(missing().size()), place_.world_size,
+        seconds_of(place_.timeout), fmt::join(missing(), ", "), strangers);
+  }
+
+  void refuse_all(std::string reason) {
+    reason.resize(std::min(reason.size(), kMaxRefusalBytes));
+    for (const PeerSockets& peer : sockets_) {
+      if (peer.control) send_answer(peer.control, false, std::as_bytes(std::span(reason)), Clock::now() + kLook);
+    }
+  }
+
+  const TcpPlace& place_;
+  Door& door_;
+  std::vector<PeerSockets>& sockets_;
+  std::vector<TableEntry> table_;
+};
+
+// Goes to rank 0 until it is there.
+UniqueFd knock(const TcpPlace& place, Clock::time_point deadline) {
+  const std::vector<TcpAddress> addresses = resolve(place.host, place.port);
+  while (Clock::now() < deadline) {
+    for (const TcpAddress& address : addresses) {
+      if (auto socket = connect_to(address, deadline)) return std::move(*socket);
+    }
+    std::this_thread::sleep_for(kRetryInterval);
+  }
+  throw CommunicationError(
+      fmt::format(
+          "rendezvous at {}:{}: rank {} met no rank 0 within {} s; start rank 0 there, see that no firewall keeps "
+          "this host out, or raise InitOptions::timeout",
+          place.host, place.port, place.rank, seconds_of(place.timeout)),
+      0);
+}
+
+std::vector<TableEntry> hear_answer(const UniqueFd& link, const TcpPlace& place, Clock::time_point deadline) {
+  AnswerHeader header;
+  std::vector<TableEntry> table(static_cast<std::size_t>(place.world_size));
+  std::vector<std::byte> bytes;
+  bool heard = receive_all(link, std::as_writable_bytes(std::span(&header, 1)), deadline);
+  const std::size_t proper = header.is_welcome != 0 ? table.size() * sizeof(TableEntry) : kMaxRefusalBytes;
+  if (heard && header.bytes <= proper) {
+    bytes.resize(header.bytes);
+    heard = receive_all(link, bytes, deadline);
+  }
+  const bool is_table = heard && header.is_welcome != 0 && bytes.size() == proper;
+  if (is_table) {
+    std::memcpy(table.data(), bytes.data(), bytes.size());
+    return table;
+  }
+  if (heard && header.is_welcome == 0 && !bytes.empty())
+    throw CommunicationError(fmt::format("refused by rank 0: {}",
+                                         std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size())),
+                             0);
+  throw CommunicationError(
+      Clock::now() >= deadline
+          ? fmt::format("rendezvous at {}:{}: rank 0 did not answer rank {} within {} s; another rank may be missing",
+                        place.host, place.port, place.rank, seconds_of(place.timeout))
+          : fmt::format(
+                "rendezvous at {}:{}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
+                place.host, place.port, place.rank),
+      0);
+}
+
+UniqueFd& lane_of(PeerSockets& sockets, Lane lane) { return lane == Lane::kControl ? sockets.control : sockets.bulk; }
+
+void connect_to_lower(const TcpPlace& place, const std::vector<TableEntry>& table, std::uint16_t port,
+                      std::vector<PeerSockets>& sockets, Clock::time_point deadline) {
+  for (int peer = 0; peer < place.rank; ++peer) {
+    const auto index = static_cast<std::size_t>(peer);
+    for (const Lane lane : {Lane::kControl, Lane::kBulk}) {
+      UniqueFd& socket = lane_of(sockets[index], lane);
+      if (socket) continue;
+      const TcpAddress& address = table[index].address;
+      auto connection = connect_to(address, deadline);
+      if (!connection || !greet(*connection, place.token, greeting_of(place, lane, port), deadline)) {
+        throw CommunicationError(
+            fmt::format(
+                "rendezvous: rank {} cannot reach rank {} (pid {} on {}) at {}; every rank has to reach every "
+                "other: open the ports of net.ipv4.ip_local_port_range between the hosts, and see rank {}'s own "
+                "output",
+                place.rank, peer, table[index].pid, table[index].host, address.to_string(), peer),
+            peer);
+      }
+      socket = std::move(*connection);
+    }
+  }
+}
+
+void wait_for_higher(const TcpPlace& place, const std::vector<TableEntry>& table, Door& door,
+                     std::vector<PeerSockets>& sockets, Clock::time_point deadline) {
+  const auto missing = [&]() -> int {
+    for (int peer = place.rank + 1; peer < place.world_size; ++peer) {
+      const PeerSockets& pair = sockets[static_cast<std::size_t>(peer)];
+      if (!pair.control || !pair.bulk) return peer;
+    }
+    return -1;
+  };
+  for (int absent = missing(); absent >= 0; absent = missing()) {
+    if (auto guest = door.next(deadline)) {
+      const int peer = guest->greeting.rank;
+      if (peer <= place.rank || peer >= place.world_size || guest->greeting.lane > Lane::kBulk) continue;
+      UniqueFd& socket = lane_of(sockets[static_cast<std::size_t>(peer)], guest->greeting.lane);
+      if (!socket) socket = std::move(guest->socket);
+      continue;
+    }
+    throw CommunicationError(
+        fmt::format(
+            "rendezvous: rank {} (pid {} on {}) did not connect to rank {} at {} within {} s; every rank has to "
+            "reach every other: open the ports of net.ipv4.ip_local_port_range between the hosts",
+            absent, table[static_cast<std::size_t>(absent)].pid, table[static_cast<std::size_t>(absent)].host,
+            place.rank, door.address().to_string(), seconds_of(place.timeout)),
+        absent);
+  }
+}
+
+std::vector<PeerProcess> processes_of(const std::vector<TableEntry>& table) {
+  const bool one_host = std::all_of(table.begin(), table.end(), [&](const TableEntry& entry) {
+    return std::strcmp(entry.boot, table[0].boot) == 0 && std::strcmp(entry.host, table[0].host) == 0;
+  });
+  std::vector<PeerProcess> processes;
+  for (const TableEntry& entry : table) processes.push_back({entry.pid, one_host ? "" : entry.host});
+  return processes;
+}
+
+}  // namespace
+
+TcpMeeting meet_over_tcp(TcpPlace place) {
+  // Rank 0 knows who is missing, so the others give it the time to say so.
+  const auto deadline = Clock::now() + place.timeout + std::chrono::seconds(place.rank == 0 ? 0 : 2);
+  TcpMeeting meeting;
+  meeting.sockets.resize(static_cast<std::size_t>(place.world_size));
+  std::vector<TableEntry> table;
+  if (place.world_size == 1) {
+    table = table_for_one(greeting_of(place, Lane::kControl, 0));
+  } else if (place.rank == 0) {
+    if (!place.listener) place.listener = listen_at(resolve(place.host, place.port).front());
+    Door door(std::move(place.listener), place.token);
+    table = Host(place, door, meeting.sockets).admit_all(deadline);
+    wait_for_higher(place, table, door, meeting.sockets, deadline);
+  } else {
+    UniqueFd link = knock(place, deadline);
+    TcpAddress address = local_address(link);
+    address.set_port(0);
+    Door door(listen_at(address), place.token);
+    const std::uint16_t port = door.address().port();
+    if (!greet(link, place.token, greeting_of(place, Lane::kControl, port), deadline)) {
+      throw CommunicationError(
+          fmt::format(
+              "rendezvous at {}:{}: who listens there does not have this job's token; set FSDP_JOB_TOKEN to the "
+              "same on every rank, and MASTER_PORT to a port of this job's own",
+              place.host, place.port),
+          0);
+    }
+    table = hear_answer(link, place, deadline);
+    meeting.sockets[0].control = std::move(link);
+    table[0].address = peer_address(meeting.sockets[0].control);
+    connect_to_lower(place, table, port, meeting.sockets, deadline);
+    wait_for_higher(place, table, door, meeting.sockets, deadline);
+  }
+  meeting.processes = processes_of(table);
+  return meeting;
+}
+
+}  // namespace fsdp

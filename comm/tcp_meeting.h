@@ -1,0 +1,38 @@
+// How ranks of any hosts find each other: all go to rank 0's door, which tells each where the others listen; then each
+// pair of ranks makes two connections, of which the higher rank makes both.
+//
+//   rank r -> rank 0:  greeting (control lane), which stays as the link of the two
+//   rank 0 -> rank r:  the table of all ranks, once all are there; else a refusal that says why
+//   rank r -> rank s:  greetings (both lanes), for each s < r; rank 0's control lane is there already
+//
+// A rank listens at the address by which it reaches rank 0, and at no other.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "comm/greeting.h"
+#include "comm/link_memory.h"
+
+namespace fsdp {
+
+struct TcpPlace {
+  std::string host;        // of rank 0, as this rank reaches it
+  std::uint16_t port = 0;  // that rank 0 listens on
+  int rank = 0, world_size = 1;
+  std::chrono::milliseconds timeout{};
+  JobToken token{};
+  UniqueFd listener = {};  // rank 0's, where it listens there already
+};
+
+struct TcpMeeting {
+  std::vector<PeerSockets> sockets;    // by rank, this one's own empty
+  std::vector<PeerProcess> processes;  // by rank
+};
+
+// Throws InvalidArgument where ranks disagree on who they are, or the port is taken; CommunicationError, with the ranks
+// that are missing, when one does not come in time or goes; std::system_error from the operating system.
+TcpMeeting meet_over_tcp(TcpPlace place);
+
+}  // namespace fsdp
