@@ -65,6 +65,7 @@ std::map<std::string, std::string> JobEnvironment::variables(int rank, bool omp_
       {"MASTER_ADDR", "127.0.0.1"},
       {"MASTER_PORT", std::to_string(master_port)},
       {"TORCHELASTIC_RUN_ID", job_id},
+      {"FSDP_JOB_TOKEN", token},
       {"FSDP_RENDEZVOUS", directory / kSocketName},
   };
   if (!backend.empty()) result["FSDP_BACKEND"] = backend;
@@ -73,12 +74,15 @@ std::map<std::string, std::string> JobEnvironment::variables(int rank, bool omp_
 }
 
 JobEnvironment make_job_environment(int world_size, const std::string& backend) {
-  std::random_device random;
+  std::random_device random;  // the system's: fit for secrets
+  std::string token;
+  for (int i = 0; i < 8; ++i) token += fmt::format("{:08x}", random());
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   return {.world_size = world_size,
           .threads_per_rank = std::max(1, cores / world_size),
           .master_port = free_port(),
           .job_id = fmt::format("fsdp-{}-{:08x}", ::getpid(), random()),
+          .token = token,
           .backend = backend,
           .directory = make_private_directory()};
 }

@@ -13,6 +13,7 @@ struct JobEnvironment {
   int threads_per_rank = 1;  // for OpenMP
   int master_port = 0;
   std::string job_id;
+  std::string token;                // the secret of ranks that meet over TCP
   std::string backend;              // "" = the program's own choice
   std::filesystem::path directory;  // private to the user; holds the rendezvous socket
 

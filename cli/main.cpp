@@ -42,11 +42,12 @@ void parse(CLI::App& app, std::vector<std::string> words, Arguments& arguments) 
   app.set_help_flag("-h,--help", "Show this text");
   auto* run = app.add_subcommand("run", "Start N ranks of a program on this host: fsdp run -n N -- program args...");
   run->add_option("-n,--ranks", arguments.ranks, "Number of ranks")->required()->type_name("N");
-  run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto or shm")
-      ->check(CLI::IsMember({"auto", "shm"}));
+  run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto, shm or tcp")
+      ->check(CLI::IsMember({"auto", "shm", "tcp"}));
   run->footer(
       "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,\n"
-      "OMP_NUM_THREADS (cores / N, unless set) and FSDP_RENDEZVOUS; its stdin is /dev/null. The first rank that fails "
+      "OMP_NUM_THREADS (cores / N, unless set), FSDP_RENDEZVOUS and FSDP_JOB_TOKEN; its stdin is /dev/null. The first "
+      "rank that fails "
       "ends\n"
       "the job, and its exit code (128 + n for signal n) is that of fsdp run.");
   std::reverse(words.begin(), words.end());  // CLI11 takes a vector from its end

@@ -7,55 +7,28 @@
 
 #include <fsdp/error.h>
 
+#include "comm/backend_choice.h"
 #include "comm/launch_environment.h"
 #include "comm/shm_communicator.h"
+#include "comm/tcp_communicator.h"
+#include "comm/tcp_rendezvous.h"
 
 namespace fsdp {
 namespace {
 
-void require_known_backend(const std::string& backend) {
-  if (backend == "auto" || backend == "shm") return;
-  const std::string_view remedy = backend == "thread"
-                                      ? "; ranks as threads of one process come from run_ranks in <fsdp/testing.h>"
-                                      : "";
-  throw InvalidArgument(fmt::format("InitOptions::backend: expected auto or shm, got \"{}\"{}", backend, remedy));
-}
-
-void require_one_host(const LaunchIdentity& self) {
-  if (self.world_size > kMaxWorldSize) {
-    throw InvalidArgument(
-        fmt::format("shm backend: expected at most {} ranks, got {}; start fewer, with more threads each",
-                    kMaxWorldSize, self.world_size));
-  }
-  if (self.local_world_size == self.world_size || self.local_world_size == -1) return;
-  throw InvalidArgument(
-      fmt::format("shm backend: expected all ranks on one host, got {} of {} here (from {}); start all ranks on one "
-                  "host, as with torchrun --nnodes 1 or srun --nodes 1",
-                  self.local_world_size, self.world_size, self.launcher));
-}
-
-}  // namespace
-
-Context::Context(std::shared_ptr<Communicator> communicator, int local_rank, int local_world_size)
-    : communicator_(std::move(communicator)), local_rank_(local_rank), local_world_size_(local_world_size) {}
-
-double Context::mean(double value) const {
-  communicator_->all_reduce(reinterpret_cast<std::byte*>(&value), 1, DType::kFloat64, ReduceOp::kSum);
-  return value / world_size();
-}
-
-Context init(const InitOptions& options) {
-  const Variables variables = process_variables();
-  const auto from_launcher = variables.find("FSDP_BACKEND");  // `fsdp run --backend`
-  const bool launcher_decides = options.backend == "auto" && from_launcher != variables.end();
-  require_known_backend(launcher_decides ? from_launcher->second : options.backend);
+void check_options(const InitOptions& options, const LaunchIdentity& self) {
   if (options.timeout.count() <= 0) {
     throw InvalidArgument(
         fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
   }
-  const LaunchIdentity self = identify(variables, options.rank, options.world_size);
-  require_one_host(self);
-  const RendezvousSocket socket = rendezvous_socket(variables, self, ::geteuid());
+  if (self.world_size <= kMaxWorldSize) return;
+  throw InvalidArgument(fmt::format("expected at most {} ranks, got {}; start fewer, with more threads each",
+                                    kMaxWorldSize, self.world_size));
+}
+
+std::shared_ptr<Communicator> connect_shm(const InitOptions& options, const Variables& variables,
+                                          const LaunchIdentity& self) {
+  const RendezvousSocket socket = rendezvous_socket(variables, self, options.init_method, ::geteuid());
   if (self.world_size > 1 && socket.path.empty()) {
     throw InvalidArgument(
         fmt::format(
@@ -65,11 +38,37 @@ Context init(const InitOptions& options) {
             self.rank, self.world_size, self.launcher.empty() ? "" : " (from " + self.launcher + ")"),
         self.rank);
   }
-  const MeetingPlace place{socket.path, socket.create_directory, self.rank, self.world_size, options.timeout};
-  std::shared_ptr<Communicator> communicator = make_shm_communicator(place);
+  return make_shm_communicator({socket.path, socket.create_directory, self.rank, self.world_size, options.timeout});
+}
+
+}  // namespace
+
+Context::Context(std::shared_ptr<Communicator> communicator, int local_rank, int local_world_size,
+                 std::string backend_reason)
+    : communicator_(std::move(communicator)),
+      local_rank_(local_rank),
+      local_world_size_(local_world_size),
+      backend_reason_(std::move(backend_reason)) {}
+
+double Context::mean(double value) const {
+  communicator_->all_reduce(reinterpret_cast<std::byte*>(&value), 1, DType::kFloat64, ReduceOp::kSum);
+  return value / world_size();
+}
+
+Context init(const InitOptions& options) {
+  const Variables variables = process_variables();
+  const LaunchIdentity self = identify(variables, options.rank, options.world_size);
+  check_options(options, self);
+  const bool names_a_place = !options.init_method.empty() && options.init_method != "env://";
+  const BackendChoice choice = choose_backend(options.backend, variables, self, names_a_place);
+  if (choice.backend == "tcp") {
+    TcpGroup group = make_tcp_communicator(tcp_place(variables, self, options.init_method, options.timeout));
+    return Context(std::move(group.communicator), group.local_rank, group.local_world_size, choice.reason);
+  }
+  std::shared_ptr<Communicator> communicator = connect_shm(options, variables, self);
   // They have met on this host, all of them.
-  if (self.local_rank == -1) return Context(std::move(communicator), self.rank, self.world_size);
-  return Context(std::move(communicator), self.local_rank, self.local_world_size);
+  return Context(std::move(communicator), self.local_rank == -1 ? self.rank : self.local_rank,
+                 self.local_rank == -1 ? self.world_size : self.local_world_size, choice.reason);
 }
 
 }  // namespace fsdp

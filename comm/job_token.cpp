@@ -1,7 +1,6 @@
 #include "comm/job_token.h"
 
 #include <cerrno>
-#include <string_view>
 #include <system_error>
 
 #include <fcntl.h>
@@ -25,16 +24,10 @@ void require_sodium() {
   if (::sodium_init() < 0) throw CommunicationError("the system gives no random numbers (sodium_init)");
 }
 
-JobToken parse(std::string_view text, const std::string& where) {
-  JobToken token;
-  std::size_t bytes = 0;
-  if (text.size() != 2 * token.size() ||
-      ::sodium_hex2bin(raw(token.data()), token.size(), text.data(), text.size(), nullptr, &bytes, nullptr) != 0 ||
-      bytes != token.size()) {
-    throw InvalidArgument(fmt::format("{}: expected {} hexadecimal digits, got {} characters that are not; {}", where,
-                                      2 * token.size(), text.size(), kRemedy));
-  }
-  return token;
+JobToken require_token(std::string_view text, const std::string& where) {
+  if (const std::optional<JobToken> token = parse_token(text)) return *token;
+  throw InvalidArgument(fmt::format("{}: expected {} hexadecimal digits, got {} characters that are not; {}", where,
+                                    2 * sizeof(JobToken), text.size(), kRemedy));
 }
 
 std::string read_private_file(const std::string& path) {
@@ -78,11 +71,21 @@ std::string to_hex(const JobToken& token) {
   return text;
 }
 
+std::optional<JobToken> parse_token(std::string_view hex) {
+  JobToken token;
+  std::size_t bytes = 0;
+  const bool is_one = hex.size() == 2 * token.size() &&
+                      ::sodium_hex2bin(raw(token.data()), token.size(), hex.data(), hex.size(), nullptr, &bytes,
+                                       nullptr) == 0 &&
+                      bytes == token.size();
+  return is_one ? std::optional(token) : std::nullopt;
+}
+
 std::optional<JobToken> job_token(const Variables& variables) {
   if (const auto text = variables.find("FSDP_JOB_TOKEN"); text != variables.end())
-    return parse(text->second, "FSDP_JOB_TOKEN");
+    return require_token(text->second, "FSDP_JOB_TOKEN");
   if (const auto path = variables.find("FSDP_JOB_TOKEN_FILE"); path != variables.end())
-    return parse(read_private_file(path->second), "FSDP_JOB_TOKEN_FILE " + path->second);
+    return require_token(read_private_file(path->second), "FSDP_JOB_TOKEN_FILE " + path->second);
   return std::nullopt;
 }
 

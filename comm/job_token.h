@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "comm/launch_environment.h"
 
@@ -20,6 +21,7 @@ JobToken random_token();
 Nonce random_nonce();
 // 64 hexadecimal digits.
 std::string to_hex(const JobToken& token);
+std::optional<JobToken> parse_token(std::string_view hex);
 
 // FSDP_JOB_TOKEN, or the contents of the file that FSDP_JOB_TOKEN_FILE names, which only its owner may be able to read;
 // none where neither is set. Throws InvalidArgument for anything but 64 hexadecimal digits, whose text does not repeat

@@ -197,7 +197,8 @@ LaunchIdentity identify(const Variables& variables, int rank, int world_size) {
   return {};
 }
 
-RendezvousSocket rendezvous_socket(const Variables& variables, const LaunchIdentity& self, unsigned user) {
+RendezvousSocket rendezvous_socket(const Variables& variables, const LaunchIdentity& self,
+                                   const std::string& init_method, unsigned user) {
   const std::string named = value_or(variables, "FSDP_RENDEZVOUS", "");
   if (!named.empty()) {
     const std::filesystem::path path(named);
@@ -207,7 +208,8 @@ RendezvousSocket rendezvous_socket(const Variables& variables, const LaunchIdent
     }
     return {path, false};
   }
-  const std::string job = self.job.empty() ? job_of(variables, kMeeting) : self.job;
+  std::string job = self.job.empty() ? job_of(variables, kMeeting) : self.job;
+  if (!init_method.empty() && init_method != "env://") job += " " + init_method;
   if (job.empty()) return {};
   const std::filesystem::path folder = value_or(variables, "TMPDIR", "/tmp");
   return {folder / fmt::format("fsdp-{}", user) / (short_hash(fmt::format("{}/{}", self.launcher, job)) + ".sock"),

@@ -32,7 +32,8 @@ struct RendezvousSocket {
 };
 
 // FSDP_RENDEZVOUS if set; else a name under $TMPDIR/fsdp-<user>/ that no other job or attempt has: of the launcher's job,
-// or of MASTER_ADDR and MASTER_PORT.
-RendezvousSocket rendezvous_socket(const Variables& variables, const LaunchIdentity& self, unsigned user);
+// or of MASTER_ADDR and MASTER_PORT, and of the place that the program names, if it does.
+RendezvousSocket rendezvous_socket(const Variables& variables, const LaunchIdentity& self,
+                                   const std::string& init_method, unsigned user);
 
 }  // namespace fsdp

@@ -85,10 +85,10 @@ void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& 
 void PeerGroup::wait_for(const PeerMemory::Fetch& fetch, const Activity& activity) {
   wait(control_.doorbell, {activity}, [&] { return fetch.is_done(); });
   if (fetch.lost() < 0) return;
-  throw_if_aborted(activity);
+  check(activity);  // names one that died
   fail(activity, fetch.lost(),
-       fmt::format("{} is gone, with memory that rank {} was reading in {}; {}", name_of_rank(fetch.lost()), rank_,
-                   describe(activity), kRemedy));
+       fmt::format("{} has left (its Context was destroyed) while rank {} reads its memory in {}; {}",
+                   name_of_rank(fetch.lost()), rank_, describe(activity), kRemedy));
 }
 
 void PeerGroup::throw_if_aborted(const Activity& activity) const {

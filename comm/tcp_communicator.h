@@ -9,8 +9,13 @@
 
 namespace fsdp {
 
+struct TcpGroup {
+  std::shared_ptr<Communicator> communicator;
+  int local_rank, local_world_size;  // among the ranks of the same host
+};
+
 // Returns once every rank is there. REQUIRES 1 <= world_size <= kMaxWorldSize. Throws as meet_over_tcp does, with
 // CommunicationError in place of std::system_error.
-std::shared_ptr<Communicator> make_tcp_communicator(TcpPlace place);
+TcpGroup make_tcp_communicator(TcpPlace place);
 
 }  // namespace fsdp

@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kRetryInterval{20};
 constexpr std::chrono::milliseconds kLook{100};  // for a guest that has gone again
 constexpr std::size_t kMaxRefusalBytes = 4096;
+constexpr std::chrono::seconds kPatience{2};  // with one that may not be rank 0
 
 // Rank 0's answer to a greeting: the bytes that follow are a table of the ranks, or a text that says why not.
 struct AnswerHeader {
@@ -165,20 +166,49 @@ class Host {
   std::vector<TableEntry> table_;
 };
 
-// Goes to rank 0 until it is there.
-UniqueFd knock(const TcpPlace& place, Clock::time_point deadline) {
-  const std::vector<TcpAddress> addresses = resolve(place.host, place.port);
+// A rank's way to rank 0, and its own door, at the address that leads there.
+struct Entrance {
+  UniqueFd link;
+  Door door;
+};
+
+// Goes to rank 0 until it is there. Sets the token that holds there.
+Entrance enter(TcpPlace& place, Clock::time_point deadline) {
+  bool was_answered = false;
   while (Clock::now() < deadline) {
-    for (const TcpAddress& address : addresses) {
-      if (auto socket = connect_to(address, deadline)) return std::move(*socket);
+    const std::optional<TcpSpot> spot = place.find();
+    for (std::size_t i = 0; spot && i < spot->addresses.size(); ++i) {
+      const auto end = place.may_be_stale ? std::min(deadline, Clock::now() + kPatience) : deadline;
+      auto link = connect_to(spot->addresses[i], end);
+      if (!link) continue;
+      TcpAddress address = local_address(*link);
+      address.set_port(0);
+      Door door(listen_at(address), spot->token);
+      const Greeting greeting = greeting_of(place, Lane::kControl, door.address().port());
+      if (greet(*link, spot->token, greeting, end)) {
+        place.token = spot->token;
+        return {std::move(*link), std::move(door)};
+      }
+      was_answered = true;
     }
+    // One that closes early may be rank 0 of this job that has just failed: it is not there again.
+    if (was_answered && !place.may_be_stale) break;
     std::this_thread::sleep_for(kRetryInterval);
+  }
+  if (was_answered) {
+    throw CommunicationError(
+        fmt::format(
+            "rendezvous at {}: who listens there is not rank 0 of this job, or has just ended: rank {} was not let "
+            "in; set FSDP_JOB_TOKEN to the same on every rank and MASTER_PORT to a port of this job's own, and see "
+            "rank 0's own output",
+            place.name, place.rank),
+        0);
   }
   throw CommunicationError(
       fmt::format(
-          "rendezvous at {}:{}: rank {} met no rank 0 within {} s; start rank 0 there, see that no firewall keeps "
-          "this host out, or raise InitOptions::timeout",
-          place.host, place.port, place.rank, seconds_of(place.timeout)),
+          "rendezvous at {}: rank {} met no rank 0 within {} s; start rank 0 there, see that no firewall keeps this "
+          "host out, or raise InitOptions::timeout",
+          place.name, place.rank, seconds_of(place.timeout)),
       0);
 }
 
@@ -203,11 +233,10 @@ std::vector<TableEntry> hear_answer(const UniqueFd& link, const TcpPlace& place,
                              0);
   throw CommunicationError(
       Clock::now() >= deadline
-          ? fmt::format("rendezvous at {}:{}: rank 0 did not answer rank {} within {} s; another rank may be missing",
-                        place.host, place.port, place.rank, seconds_of(place.timeout))
-          : fmt::format(
-                "rendezvous at {}:{}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
-                place.host, place.port, place.rank),
+          ? fmt::format("rendezvous at {}: rank 0 did not answer rank {} within {} s; another rank may be missing",
+                        place.name, place.rank, seconds_of(place.timeout))
+          : fmt::format("rendezvous at {}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
+                        place.name, place.rank),
       0);
 }
 
@@ -263,13 +292,11 @@ void wait_for_higher(const TcpPlace& place, const std::vector<TableEntry>& table
   }
 }
 
-std::vector<PeerProcess> processes_of(const std::vector<TableEntry>& table) {
-  const bool one_host = std::all_of(table.begin(), table.end(), [&](const TableEntry& entry) {
-    return std::strcmp(entry.boot, table[0].boot) == 0 && std::strcmp(entry.host, table[0].host) == 0;
-  });
-  std::vector<PeerProcess> processes;
-  for (const TableEntry& entry : table) processes.push_back({entry.pid, one_host ? "" : entry.host});
-  return processes;
+void describe_ranks(const std::vector<TableEntry>& table, TcpMeeting& meeting) {
+  for (const TableEntry& entry : table) meeting.hosts.push_back(fmt::format("{} {}", entry.host, entry.boot));
+  const bool one_host = std::all_of(meeting.hosts.begin(), meeting.hosts.end(),
+                                    [&](const std::string& host) { return host == meeting.hosts.front(); });
+  for (const TableEntry& entry : table) meeting.processes.push_back({entry.pid, one_host ? "" : entry.host});
 }
 
 }  // namespace
@@ -283,31 +310,19 @@ TcpMeeting meet_over_tcp(TcpPlace place) {
   if (place.world_size == 1) {
     table = table_for_one(greeting_of(place, Lane::kControl, 0));
   } else if (place.rank == 0) {
-    if (!place.listener) place.listener = listen_at(resolve(place.host, place.port).front());
     Door door(std::move(place.listener), place.token);
     table = Host(place, door, meeting.sockets).admit_all(deadline);
     wait_for_higher(place, table, door, meeting.sockets, deadline);
   } else {
-    UniqueFd link = knock(place, deadline);
-    TcpAddress address = local_address(link);
-    address.set_port(0);
-    Door door(listen_at(address), place.token);
+    auto [link, door] = enter(place, deadline);
     const std::uint16_t port = door.address().port();
-    if (!greet(link, place.token, greeting_of(place, Lane::kControl, port), deadline)) {
-      throw CommunicationError(
-          fmt::format(
-              "rendezvous at {}:{}: who listens there does not have this job's token; set FSDP_JOB_TOKEN to the "
-              "same on every rank, and MASTER_PORT to a port of this job's own",
-              place.host, place.port),
-          0);
-    }
     table = hear_answer(link, place, deadline);
     meeting.sockets[0].control = std::move(link);
     table[0].address = peer_address(meeting.sockets[0].control);
     connect_to_lower(place, table, port, meeting.sockets, deadline);
     wait_for_higher(place, table, door, meeting.sockets, deadline);
   }
-  meeting.processes = processes_of(table);
+  describe_ranks(table, meeting);
   return meeting;
 }
 

@@ -9,6 +9,8 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,18 +19,27 @@
 
 namespace fsdp {
 
+// Where rank 0 listens, and what it wants to see.
+struct TcpSpot {
+  std::vector<TcpAddress> addresses;
+  JobToken token{};
+};
+
 struct TcpPlace {
-  std::string host;        // of rank 0, as this rank reaches it
-  std::uint16_t port = 0;  // that rank 0 listens on
+  std::string name = {};  // of the place, for messages: "10.0.0.7:29500"
   int rank = 0, world_size = 1;
   std::chrono::milliseconds timeout{};
+  // Asked before each try, from rank 1 on; none where it is not known yet.
+  std::function<std::optional<TcpSpot>()> find = {};
+  bool may_be_stale = false;  // what is found may be an earlier job's: who answers wrongly there is not rank 0
+  UniqueFd listener = {};     // rank 0's, with the token that it wants to see
   JobToken token{};
-  UniqueFd listener = {};  // rank 0's, where it listens there already
 };
 
 struct TcpMeeting {
   std::vector<PeerSockets> sockets;    // by rank, this one's own empty
   std::vector<PeerProcess> processes;  // by rank
+  std::vector<std::string> hosts;      // by rank; equal for ranks of one host alone
 };
 
 // Throws InvalidArgument where ranks disagree on who they are, or the port is taken; CommunicationError, with the ranks

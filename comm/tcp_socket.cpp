@@ -8,6 +8,9 @@
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -62,6 +65,23 @@ TcpAddress address_by(const UniqueFd& socket, const Call& call) {
   return address;
 }
 
+// getaddrinfo's error, or 0.
+int look_up(const std::string& host, std::uint16_t port, int flags, std::vector<TcpAddress>& addresses) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  addrinfo* found = nullptr;
+  const int error = ::getaddrinfo(host.c_str(), fmt::format("{}", port).c_str(), &hints, &found);
+  if (error != 0) return error;
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
+    TcpAddress& address = addresses.emplace_back();
+    std::memcpy(&address.storage, entry->ai_addr, entry->ai_addrlen);
+    address.bytes = entry->ai_addrlen;
+  }
+  return 0;
+}
+
 // Moves all bytes with `call`, which is given those that are left.
 template <class Bytes, class Call>
 bool move_all(const UniqueFd& socket, Bytes bytes, short events, Clock::time_point deadline, const Call& call) {
@@ -99,29 +119,68 @@ bool TcpAddress::is_loopback() const {
   return ntohl(reinterpret_cast<const sockaddr_in&>(storage).sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
 }
 
+std::string TcpAddress::host() const {
+  char text[NI_MAXHOST] = "?";
+  ::getnameinfo(raw(*this), bytes, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+  return text;
+}
+
 std::string TcpAddress::to_string() const {
-  char host[NI_MAXHOST] = "?";
-  ::getnameinfo(raw(*this), bytes, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
-  return storage.ss_family == AF_INET6 ? fmt::format("[{}]:{}", host, port()) : fmt::format("{}:{}", host, port());
+  return storage.ss_family == AF_INET6 ? fmt::format("[{}]:{}", host(), port()) : fmt::format("{}:{}", host(), port());
 }
 
 std::vector<TcpAddress> resolve(const std::string& host, std::uint16_t port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const int error = ::getaddrinfo(host.c_str(), fmt::format("{}", port).c_str(), &hints, &found);
-  if (error != 0) {
+  std::vector<TcpAddress> addresses;
+  if (const int error = look_up(host, port, 0, addresses); error != 0) {
     throw InvalidArgument(fmt::format("expected the name or address of a host, got \"{}\": {}; check MASTER_ADDR", host,
                                       ::gai_strerror(error)));
   }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
-  std::vector<TcpAddress> addresses;
-  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
-    TcpAddress& address = addresses.emplace_back();
-    std::memcpy(&address.storage, entry->ai_addr, entry->ai_addrlen);
-    address.bytes = entry->ai_addrlen;
-  }
   return addresses;
+}
+
+std::optional<TcpAddress> to_numeric_address(const std::string& host, std::uint16_t port) {
+  std::vector<TcpAddress> addresses;
+  if (look_up(host, port, AI_NUMERICHOST, addresses) != 0 || addresses.empty()) return std::nullopt;
+  return addresses.front();
+}
+
+TcpAddress own_address(const std::string& interface) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) throw_errno("getifaddrs");
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
+  std::vector<TcpAddress> usable;
+  std::vector<std::string> names;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) continue;
+    const sa_family_t family = entry->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    names.emplace_back(entry->ifa_name);
+    const bool is_asked = interface.empty() ? (entry->ifa_flags & IFF_LOOPBACK) == 0 : interface == entry->ifa_name;
+    if (!is_asked) continue;
+    TcpAddress address;
+    address.bytes = family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+    std::memcpy(&address.storage, entry->ifa_addr, address.bytes);
+    usable.push_back(address);
+  }
+  if (usable.empty()) {
+    throw InvalidArgument(fmt::format("{}; set FSDP_SOCKET_IFNAME to one of: {}",
+                                      interface.empty()
+                                          ? std::string("this host has no interface but its loopback")
+                                          : fmt::format("FSDP_SOCKET_IFNAME: this host has no interface {} "
+                                                        "that is up and has an address",
+                                                        interface),
+                                      fmt::join(names, ", ")));
+  }
+  // The name that the host goes by tells which of several is meant.
+  char name[256] = "";
+  ::gethostname(name, sizeof(name) - 1);
+  std::vector<TcpAddress> named;
+  if (interface.empty()) look_up(name, 0, 0, named);
+  for (const TcpAddress& candidate : usable) {
+    if (std::any_of(named.begin(), named.end(), [&](const TcpAddress& one) { return one.host() == candidate.host(); }))
+      return candidate;
+  }
+  return usable.front();
 }
 
 UniqueFd listen_at(const TcpAddress& address) {

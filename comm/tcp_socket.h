@@ -22,11 +22,19 @@ struct TcpAddress {
   std::uint16_t port() const;
   void set_port(std::uint16_t port);
   bool is_loopback() const;
+  std::string host() const;       // "10.0.0.7", "fe80::1"
   std::string to_string() const;  // "10.0.0.7:29500", "[fe80::1]:29500"
 };
 
 // What a host's name or address stands for. Throws InvalidArgument if for nothing.
 std::vector<TcpAddress> resolve(const std::string& host, std::uint16_t port);
+
+// None if the text is no address as host() writes them. Asks nobody.
+std::optional<TcpAddress> to_numeric_address(const std::string& host, std::uint16_t port);
+
+// Where other hosts reach this one: at the interface that is named, else at what the host's own name stands for, else at
+// the first interface that is up and no loopback. Port 0. Throws InvalidArgument where there is none.
+TcpAddress own_address(const std::string& interface);
 
 // Listens at that address alone; port 0 is one that the system picks. Never blocks in accept. Throws InvalidArgument for
 // a port that is in use, with its holder, or an address that is not of this machine.

@@ -138,14 +138,19 @@ void run_ranks(int world_size, const std::function<void(Context)>& body, const R
         },
         body, options);
   } else if (options.backend == "tcp") {
-    const JobToken token = random_token();
     UniqueFd listener = listen_at(resolve("127.0.0.1", 0).front());
-    const std::uint16_t port = local_address(listener).port();
+    const TcpSpot spot{{local_address(listener)}, random_token()};
     run_threads(
         world_size,
         [&](int rank) {
-          return make_tcp_communicator({"127.0.0.1", port, rank, world_size, options.timeout, token,
-                                        rank == 0 ? std::move(listener) : UniqueFd()});
+          return make_tcp_communicator({.name = spot.addresses[0].to_string(),
+                                        .rank = rank,
+                                        .world_size = world_size,
+                                        .timeout = options.timeout,
+                                        .find = [&spot] { return spot; },
+                                        .listener = rank == 0 ? std::move(listener) : UniqueFd(),
+                                        .token = spot.token})
+              .communicator;
         },
         body, options);
   } else {

@@ -67,6 +67,7 @@ Plan EngineState::plan() {
   const std::lock_guard lock(core_.mutex);
   plan.world_size = context().world_size();
   plan.backend = context().backend();
+  plan.backend_reason = context().backend_reason();
   plan.prefetch = core_.prefetch;
   plan.slots = core_.slots.count();
   plan.slot_bytes = core_.model.slot_bytes;

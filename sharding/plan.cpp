@@ -25,8 +25,9 @@ std::string folded(const std::vector<std::string>& runs) {
 
 std::string Plan::to_string() const {
   std::string text = fmt::format(
-      "{} rank(s), backend {}, prefetch {}, {} slots of {:.2f} MiB, {} intra-op thread(s), key {}\n", world_size,
-      backend, prefetch, slots, mebibytes(slot_bytes), intra_op_threads, dispatch_key);
+      "{} rank(s), backend {}{}, prefetch {}, {} slots of {:.2f} MiB, {} intra-op thread(s), key {}\n", world_size,
+      backend, backend_reason.empty() ? "" : fmt::format(" ({})", backend_reason), prefetch, slots,
+      mebibytes(slot_bytes), intra_op_threads, dispatch_key);
   text += fmt::format("  {:<32}{:>14}{:>14}{:>14}  {}\n", fmt::format("unit (by {})", units_by), "parameters",
                       "trainable", "gathered MiB", "strategy, shared by");
   for (const UnitPlan& unit : units) {
@@ -54,10 +55,15 @@ std::string Plan::to_string() const {
 }
 
 std::string Plan::to_json() const {
-  nlohmann::ordered_json json = {{"world_size", world_size},     {"backend", backend},
-                                 {"prefetch", prefetch},         {"slots", slots},
-                                 {"slot_bytes", slot_bytes},     {"intra_op_threads", intra_op_threads},
-                                 {"dispatch_key", dispatch_key}, {"units_by", units_by}};
+  nlohmann::ordered_json json = {{"world_size", world_size},
+                                 {"backend", backend},
+                                 {"backend_reason", backend_reason},
+                                 {"prefetch", prefetch},
+                                 {"slots", slots},
+                                 {"slot_bytes", slot_bytes},
+                                 {"intra_op_threads", intra_op_threads},
+                                 {"dispatch_key", dispatch_key},
+                                 {"units_by", units_by}};
   for (const UnitPlan& unit : units) {
     json["units"].push_back({{"name", unit.name},
                              {"numel", unit.numel},

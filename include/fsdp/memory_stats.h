@@ -38,7 +38,7 @@ struct UnitPlan {
 // The resolved options and what follows from them.
 struct Plan {
   int world_size = 1, prefetch = 1, slots = 0, intra_op_threads = 1;  // bits depend on intra_op_threads
-  std::string backend, units_by, dispatch_key;
+  std::string backend, backend_reason, units_by, dispatch_key;
   std::vector<UnitPlan> units;
   std::size_t slot_bytes = 0;
   MemoryReport predicted;             // total_bytes() is the engine's peak without activations

@@ -17,15 +17,21 @@ using testing::Not;
 using testing::Pair;
 using testing::UnorderedElementsAre;
 
-const JobEnvironment kJob{
-    .world_size = 4, .threads_per_rank = 2, .master_port = 2345, .job_id = "job", .backend = "", .directory = "/tmp/d"};
+const JobEnvironment kJob{.world_size = 4,
+                          .threads_per_rank = 2,
+                          .master_port = 2345,
+                          .job_id = "job",
+                          .token = "5ec4e7",
+                          .backend = "",
+                          .directory = "/tmp/d"};
 
 TEST(JobEnvironmentTest, TellsARankWhatTorchrunWould) {
-  EXPECT_THAT(kJob.variables(3, false),
-              UnorderedElementsAre(Pair("RANK", "3"), Pair("WORLD_SIZE", "4"), Pair("LOCAL_RANK", "3"),
-                                   Pair("LOCAL_WORLD_SIZE", "4"), Pair("MASTER_ADDR", "127.0.0.1"),
-                                   Pair("MASTER_PORT", "2345"), Pair("TORCHELASTIC_RUN_ID", "job"),
-                                   Pair("OMP_NUM_THREADS", "2"), Pair("FSDP_RENDEZVOUS", "/tmp/d/rendezvous")));
+  EXPECT_THAT(
+      kJob.variables(3, false),
+      UnorderedElementsAre(Pair("RANK", "3"), Pair("WORLD_SIZE", "4"), Pair("LOCAL_RANK", "3"),
+                           Pair("LOCAL_WORLD_SIZE", "4"), Pair("MASTER_ADDR", "127.0.0.1"), Pair("MASTER_PORT", "2345"),
+                           Pair("TORCHELASTIC_RUN_ID", "job"), Pair("FSDP_JOB_TOKEN", "5ec4e7"),
+                           Pair("OMP_NUM_THREADS", "2"), Pair("FSDP_RENDEZVOUS", "/tmp/d/rendezvous")));
 }
 
 TEST(JobEnvironmentTest, LeavesTheUsersThreadCountAlone) {

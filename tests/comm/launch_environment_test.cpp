@@ -218,15 +218,15 @@ TEST(LaunchEnvironmentTest, SlurmCountsTheTasksOfEachNode) {
 
 TEST(LaunchEnvironmentTest, FsdpRendezvousNamesTheSocket) {
   const RendezvousSocket socket = rendezvous_socket({{"FSDP_RENDEZVOUS", "/run/job/socket"}, {"MASTER_PORT", "29500"}},
-                                                    {}, 7);
+                                                    {}, "", 7);
   EXPECT_EQ(socket.path, "/run/job/socket");
   EXPECT_FALSE(socket.create_directory);
-  EXPECT_THROW(rendezvous_socket({{"FSDP_RENDEZVOUS", "socket"}}, {}, 7), InvalidArgument);
-  EXPECT_THROW(rendezvous_socket({{"FSDP_RENDEZVOUS", "/run/job/"}}, {}, 7), InvalidArgument);
+  EXPECT_THROW(rendezvous_socket({{"FSDP_RENDEZVOUS", "socket"}}, {}, "", 7), InvalidArgument);
+  EXPECT_THROW(rendezvous_socket({{"FSDP_RENDEZVOUS", "/run/job/"}}, {}, "", 7), InvalidArgument);
 }
 
 RendezvousSocket socket_of(const Variables& variables) {
-  return rendezvous_socket(variables, identify(variables, -1, -1), 7);
+  return rendezvous_socket(variables, identify(variables, -1, -1), "", 7);
 }
 
 // Each of these variables tells one start from another; of a launcher that names no job, MASTER_PORT does.

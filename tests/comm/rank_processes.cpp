@@ -13,6 +13,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "comm/job_token.h"
+#include "comm/tcp_socket.h"
+
 namespace fsdp {
 namespace {
 
@@ -55,6 +58,24 @@ std::vector<std::string> PrivateFolder::entries() const {
   for (const auto& entry : std::filesystem::recursive_directory_iterator(path_))
     names.push_back(entry.path().filename());
   return names;
+}
+
+JobPlace::JobPlace(const std::filesystem::path& folder)
+    : socket_(folder / "rendezvous"),
+      port_(local_address(listen_at(resolve("127.0.0.1", 0).front())).port()),
+      token_(to_hex(random_token())) {}
+
+std::map<std::string, std::string> JobPlace::variables(const std::string& backend, int rank, int world_size) const {
+  const std::string own = std::to_string(rank), all = std::to_string(world_size);
+  return {{"RANK", own},
+          {"WORLD_SIZE", all},
+          {"LOCAL_RANK", own},
+          {"LOCAL_WORLD_SIZE", all},
+          {"FSDP_BACKEND", backend},
+          {"FSDP_RENDEZVOUS", socket_},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", std::to_string(port_)},
+          {"FSDP_JOB_TOKEN", token_}};
 }
 
 RankProcesses::~RankProcesses() {

@@ -26,6 +26,20 @@ class PrivateFolder {
   std::filesystem::path path_;
 };
 
+// Where the ranks of one job on this host meet, over either backend.
+class JobPlace {
+ public:
+  explicit JobPlace(const std::filesystem::path& folder);
+  // torchrun's variables, FSDP_BACKEND and what the backend needs.
+  std::map<std::string, std::string> variables(const std::string& backend, int rank, int world_size) const;
+  int port() const { return port_; }
+
+ private:
+  std::filesystem::path socket_;
+  int port_;  // free when it was chosen
+  std::string token_;
+};
+
 class RankProcesses {
  public:
   RankProcesses() = default;

@@ -1,0 +1,71 @@
+#include "comm/tcp_rendezvous.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include <fsdp/error.h>
+
+#include "comm/meeting_file.h"
+#include "comm/tcp_endpoint.h"
+
+namespace fsdp {
+namespace {
+
+JobToken require_token(const Variables& variables, const LaunchIdentity& self) {
+  if (const std::optional<JobToken> token = job_token(variables)) return *token;
+  throw InvalidArgument(
+      fmt::format(
+          "rank {} of {}: ranks that meet over TCP need a secret of their own: set FSDP_JOB_TOKEN_FILE on every rank "
+          "to a file of mode 600 made with: openssl rand -hex 32 (or FSDP_JOB_TOKEN to its contents), or meet at "
+          "init_method file:///path on a file system that all share",
+          self.rank, self.world_size),
+      self.rank);
+}
+
+std::string one_line(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' '; }, ' ');
+  return text;
+}
+
+// A start that no launcher tells apart has an empty job, as has its file.
+void meet_by_file(TcpPlace& place, const std::filesystem::path& path, const Variables& variables,
+                  const LaunchIdentity& self) {
+  const std::string job = one_line(self.job);
+  place.name = path.string();
+  place.may_be_stale = true;
+  place.find = [path, job]() -> std::optional<TcpSpot> {
+    std::optional<MeetingFile> file = read_meeting_file(path);
+    if (!file || file->job != job) return std::nullopt;
+    return TcpSpot{std::move(file->addresses), file->token};
+  };
+  if (self.rank != 0) return;
+  const auto interface = variables.find("FSDP_SOCKET_IFNAME");
+  const bool is_alone_here = self.local_world_size == self.world_size && !self.launcher.empty();
+  place.listener = listen_at(is_alone_here ? resolve("127.0.0.1", 0).front()
+                                           : own_address(interface == variables.end() ? "" : interface->second));
+  place.token = random_token();
+  write_meeting_file(path, {job, place.token, {local_address(place.listener)}});
+}
+
+}  // namespace
+
+TcpPlace tcp_place(const Variables& variables, const LaunchIdentity& self, const std::string& init_method,
+                   std::chrono::milliseconds timeout) {
+  TcpPlace place{.rank = self.rank, .world_size = self.world_size, .timeout = timeout};
+  if (self.world_size == 1) return place;
+  const TcpEndpoint endpoint = tcp_endpoint(variables, self, init_method);
+  if (!endpoint.file.empty()) {
+    meet_by_file(place, endpoint.file, variables, self);
+    return place;
+  }
+  const TcpSpot spot{resolve(endpoint.host, endpoint.port), require_token(variables, self)};
+  place.name = fmt::format("{}:{}", endpoint.host, endpoint.port);
+  place.find = [spot] { return spot; };
+  place.token = spot.token;
+  if (self.rank == 0) place.listener = listen_at(spot.addresses.front());
+  return place;
+}
+
+}  // namespace fsdp
