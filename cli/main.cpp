@@ -1,6 +1,9 @@
-// The `fsdp` program. Exit codes: 0 good, 2 usage, 1 the launcher itself failed; `run` else gives the failed rank's own.
+// The `fsdp` program. Exit codes: 0 good, 2 usage, 1 what was asked about is bad, or the launcher itself failed; `run` else
+// gives the failed rank's own.
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -8,6 +11,7 @@
 
 #include <fsdp/error.h>
 
+#include "cli/bench_comm.h"
 #include "cli/run.h"
 
 namespace {
@@ -34,37 +38,93 @@ int parse_ranks(const std::string& text) {
 struct Arguments {
   std::string ranks, backend;
   std::vector<std::string> command;
+  fsdp::BenchOptions bench;
 };
 
-// Parses what stands before "--". Throws CLI::ParseError, also for --help and --version.
-void parse(CLI::App& app, std::vector<std::string> words, Arguments& arguments) {
-  app.set_version_flag("--version", "fsdp " FSDP_VERSION " (LibTorch " FSDP_LIBTORCH_VERSION ")");
-  app.set_help_flag("-h,--help", "Show this text");
+const std::vector<std::string> kBackends{"auto", "shm", "tcp"};
+
+void add_run(CLI::App& app, Arguments& arguments) {
   auto* run = app.add_subcommand("run", "Start N ranks of a program on this host: fsdp run -n N -- program args...");
   run->add_option("-n,--ranks", arguments.ranks, "Number of ranks")->required()->type_name("N");
   run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto, shm or tcp")
-      ->check(CLI::IsMember({"auto", "shm", "tcp"}));
+      ->check(CLI::IsMember(kBackends));
   run->footer(
       "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,\n"
       "OMP_NUM_THREADS (cores / N, unless set), FSDP_RENDEZVOUS and FSDP_JOB_TOKEN; its stdin is /dev/null. The first "
       "rank that fails "
       "ends\n"
       "the job, and its exit code (128 + n for signal n) is that of fsdp run.");
+}
+
+void add_bench(CLI::App& app, Arguments& arguments) {
+  auto* bench = app.add_subcommand("bench", "Measure this machine: fsdp bench comm");
+  auto* comm = bench->add_subcommand("comm", "How fast ranks exchange bytes, in the columns of nccl-tests");
+  bench->require_subcommand(1);
+  comm->add_option("-n,--ranks", arguments.ranks, "Start this many ranks here; without it, be one of a launcher's")
+      ->type_name("N");
+  comm->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto, shm or tcp")
+      ->check(CLI::IsMember(kBackends));
+  fsdp::BenchOptions& options = arguments.bench;
+  comm->add_option("-b,--begin", options.begin, "First size in bytes, e.g. 8 or 64K")
+      ->transform(CLI::AsSizeValue(false))
+      ->capture_default_str();
+  comm->add_option("-e,--end", options.end, "Last size, e.g. 1G")
+      ->transform(CLI::AsSizeValue(false))
+      ->capture_default_str();
+  comm->add_option("-f,--factor", options.factor, "From one size to the next")->capture_default_str();
+  comm->add_option("-i,--iterations", options.iterations, "Calls of each size; 0 = as many as take 0.2 s")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  comm->add_option("--operations", options.operations, "Only these")
+      ->delimiter(',')
+      ->check(CLI::IsMember(
+          std::vector<std::string>(std::begin(fsdp::kBenchOperations), std::end(fsdp::kBenchOperations))));
+  comm->add_flag("--json", options.json, "One JSON document in place of the table");
+}
+
+// Parses what stands before "--". Throws CLI::ParseError, also for --help and --version.
+void parse(CLI::App& app, std::vector<std::string> words, Arguments& arguments) {
+  app.set_version_flag("--version", "fsdp " FSDP_VERSION " (LibTorch " FSDP_LIBTORCH_VERSION ")");
+  app.set_help_flag("-h,--help", "Show this text");
+  add_run(app, arguments);
+  add_bench(app, arguments);
   std::reverse(words.begin(), words.end());  // CLI11 takes a vector from its end
   app.parse(words);
 }
 
-int run(const Arguments& arguments) {
+// The exit code of a subcommand, whose errors are one line each.
+int guarded(const std::string& subcommand, const std::function<int()>& body) {
   try {
-    if (arguments.command.empty())
-      throw fsdp::InvalidArgument("no program to start; name it after --, e.g. fsdp run -n 2 -- ./train");
-    return fsdp::run_job(
-        {.ranks = parse_ranks(arguments.ranks), .backend = arguments.backend, .command = arguments.command});
+    return body();
   } catch (const fsdp::InvalidArgument& error) {
-    return report(std::string("fsdp run: ") + error.what(), kUsageError);
+    return report("fsdp " + subcommand + ": " + error.what(), kUsageError);
   } catch (const std::exception& error) {
-    return report(std::string("fsdp run: ") + error.what(), 1);
+    return report("fsdp " + subcommand + ": " + error.what(), 1);
   }
+}
+
+int run(const Arguments& arguments) {
+  if (arguments.command.empty())
+    throw fsdp::InvalidArgument("no program to start; name it after --, e.g. fsdp run -n 2 -- ./train");
+  return fsdp::run_job(
+      {.ranks = parse_ranks(arguments.ranks), .backend = arguments.backend, .command = arguments.command});
+}
+
+// With -n this program starts itself without it, as the ranks.
+int bench(const Arguments& arguments, const std::vector<std::string>& words) {
+  if (arguments.ranks.empty()) {
+    const std::string backend = arguments.backend.empty() ? "auto" : arguments.backend;
+    return fsdp::bench_comm(fsdp::init({.backend = backend}), arguments.bench) == 0 ? 0 : 1;
+  }
+  std::vector<std::string> command{std::filesystem::read_symlink("/proc/self/exe")};
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const bool is_long = words[i].starts_with("--ranks"), is_short = words[i].starts_with("-n");
+    if (!is_long && !is_short)
+      command.push_back(words[i]);
+    else if (words[i] == "-n" || words[i] == "--ranks")
+      ++i;  // and the number
+  }
+  return fsdp::run_job({.ranks = parse_ranks(arguments.ranks), .backend = "", .command = command, .prefixes = false});
 }
 
 }  // namespace
@@ -84,7 +144,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return report(std::string("fsdp: ") + error.what() + "; see fsdp --help", kUsageError);
   }
-  if (!app.got_subcommand("run")) return report("fsdp: expected a subcommand: run; see fsdp --help", kUsageError);
   if (separator != all.end()) arguments.command.assign(separator + 1, all.end());
-  return run(arguments);
+  if (app.got_subcommand("run")) return guarded("run", [&] { return run(arguments); });
+  if (app.got_subcommand("bench")) return guarded("bench comm", [&] { return bench(arguments, all); });
+  return report("fsdp: expected a subcommand: run or bench; see fsdp --help", kUsageError);
 }

@@ -132,7 +132,7 @@ class Job {
   void start(int index, const RunOptions& options) {
     ChildProcess process({.command = options.command,
                           .variables = environment_.variables(index, std::getenv("OMP_NUM_THREADS") != nullptr),
-                          .capture_output = options.ranks > 1,
+                          .capture_output = options.ranks > 1 && options.prefixes,
                           .signal_mask = signals_.original_mask()});
     guard_.add(process.pid());
     const auto prefix = fmt::format("[r{}] ", index);

@@ -10,6 +10,7 @@ struct RunOptions {
   int ranks = 1;
   std::string backend;               // "" = the program's own choice
   std::vector<std::string> command;  // program and arguments
+  bool prefixes = true;              // of the ranks' output lines, where there is more than one rank
 };
 
 // Starts the ranks and returns once all have ended: 0 if all were good, else the code of the first that was not (128 + n for
