@@ -1,5 +1,6 @@
 #include <fsdp/context.h>
 
+#include <charconv>
 #include <utility>
 
 #include <fmt/format.h>
@@ -16,10 +17,34 @@
 namespace fsdp {
 namespace {
 
+// Whoever starts a job knows its machines better than its program does, so the variable wins.
+void take_seconds(const Variables& variables, const char* name, std::chrono::milliseconds& value) {
+  const auto variable = variables.find(name);
+  if (variable == variables.end()) return;
+  double seconds = -1;
+  const std::string& text = variable->second;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
+  if (error != std::errc() || end != text.data() + text.size() || !(seconds >= 0 && seconds < 1e9))
+    throw InvalidArgument(fmt::format("{}: expected seconds, as in 600 or 0.5, got \"{}\"", name, text));
+  value = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+InitOptions resolve(InitOptions options, const Variables& variables) {
+  const auto method = variables.find("FSDP_INIT_METHOD");
+  if (options.init_method.empty() && method != variables.end()) options.init_method = method->second;
+  take_seconds(variables, "FSDP_TIMEOUT", options.timeout);
+  take_seconds(variables, "FSDP_SILENCE", options.silence);
+  return options;
+}
+
 void check_options(const InitOptions& options, const LaunchIdentity& self) {
   if (options.timeout.count() <= 0) {
     throw InvalidArgument(
         fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
+  }
+  if (options.silence.count() < 0) {
+    throw InvalidArgument(
+        fmt::format("InitOptions::silence: expected a time of at least 0, got {} ms", options.silence.count()));
   }
   if (self.world_size <= kMaxWorldSize) return;
   throw InvalidArgument(fmt::format("expected at most {} ranks, got {}; start fewer, with more threads each",
@@ -55,14 +80,16 @@ double Context::mean(double value) const {
   return value / world_size();
 }
 
-Context init(const InitOptions& options) {
+Context init(const InitOptions& asked) {
   const Variables variables = process_variables();
+  const InitOptions options = resolve(asked, variables);
   const LaunchIdentity self = identify(variables, options.rank, options.world_size);
   check_options(options, self);
   const bool names_a_place = !options.init_method.empty() && options.init_method != "env://";
   const BackendChoice choice = choose_backend(options.backend, variables, self, names_a_place);
   if (choice.backend == "tcp") {
-    TcpGroup group = make_tcp_communicator(tcp_place(variables, self, options.init_method, options.timeout));
+    TcpGroup group = make_tcp_communicator(
+        tcp_place(variables, self, options.init_method, options.timeout, options.silence));
     return Context(std::move(group.communicator), group.local_rank, group.local_world_size, choice.reason);
   }
   std::shared_ptr<Communicator> communicator = connect_shm(options, variables, self);

@@ -5,6 +5,8 @@
 #include <memory>
 #include <new>
 
+#include <fmt/format.h>
+
 namespace fsdp {
 namespace {
 
@@ -34,6 +36,53 @@ std::string_view name_of(Operation operation) {
     case Operation::kCheck: return "check";
   }
   return "";
+}
+
+std::string describe(const Activity& activity) {
+  if (activity.operation == Operation::kWaitUntil && !activity.label.empty()) return std::string(activity.label);
+  const std::string_view name = name_of(activity.operation);
+  return activity.label.empty() ? std::string(name) : fmt::format("{} of {}", name, activity.label);
+}
+
+void RankStatus::set_activity(const Activity& activity) {
+  std::array<char, kLabelBytes> label{};
+  const std::size_t bytes = std::min(activity.label.size(), label.size());
+  activity.label.copy(label.data(), bytes, activity.label.size() - bytes);
+  words_[2].store(static_cast<std::uint64_t>(activity.operation), std::memory_order_relaxed);
+  for (std::size_t i = 0; i < kLabelBytes / sizeof(std::uint64_t); ++i) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, label.data() + i * sizeof(word), sizeof(word));
+    words_[3 + i].store(word, std::memory_order_relaxed);
+  }
+}
+
+std::string RankStatus::activity() const {
+  const auto all = words();
+  const auto operation = static_cast<Operation>(
+      std::min<std::uint64_t>(all[2], static_cast<std::uint64_t>(Operation::kCheck)));
+  std::array<char, kLabelBytes + 1> label{};
+  std::memcpy(label.data(), all.data() + 3, kLabelBytes);
+  return describe({operation, label.data()});
+}
+
+void RankStatus::set_progress(const Progress& progress) {
+  words_[0].store(static_cast<std::uint64_t>(progress.step + 1), std::memory_order_relaxed);
+  words_[1].store(static_cast<std::uint64_t>(progress.saved_step + 1), std::memory_order_relaxed);
+}
+
+Progress RankStatus::progress() const {
+  const auto all = words();
+  return {static_cast<std::int64_t>(all[0]) - 1, static_cast<std::int64_t>(all[1]) - 1};
+}
+
+std::array<std::uint64_t, RankStatus::kWords> RankStatus::words() const {
+  std::array<std::uint64_t, kWords> words;
+  for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_relaxed);
+  return words;
+}
+
+void RankStatus::set_words(std::span<const std::uint64_t, kWords> words) {
+  for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_relaxed);
 }
 
 std::size_t ControlBlock::bytes_for(int world_size) {

@@ -5,12 +5,15 @@
 //                                                         each half kStagingBytes, page aligned
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+
+#include <fsdp/communicator.h>
 
 #include "comm/bell.h"
 
@@ -45,17 +48,45 @@ struct Call {
   bool operator==(const Call&) const = default;
 };
 
+// What a rank is doing, for error texts: "gather of layers.3".
+struct Activity {
+  Operation operation = Operation::kNone;
+  std::string_view label = {};
+};
+std::string describe(const Activity& activity);
+
+// How far a rank has come, for the messages of its peers. Any thread; a text that is read while it changes may be a
+// mixture.
+class RankStatus {
+ public:
+  static constexpr std::size_t kWords = 8;
+
+  void set_activity(const Activity& activity);
+  void set_progress(const Progress& progress);
+  std::string activity() const;  // the last one
+  Progress progress() const;
+  // The same as words, to send and to take over.
+  std::array<std::uint64_t, kWords> words() const;
+  void set_words(std::span<const std::uint64_t, kWords> words);
+
+ private:
+  static constexpr std::size_t kLabelBytes = 40;  // the end of a longer one, which tells units apart
+
+  // Step + 1, saved step + 1, operation, label.
+  std::array<std::atomic<std::uint64_t>, kWords> words_{};
+};
+
 enum class Presence : std::uint32_t { kHere, kLeft };
 
 struct alignas(64) RankSlot {
   std::atomic<std::uint64_t> arrived{0};  // how many meetings this rank has come to
   std::atomic<Presence> presence{Presence::kHere};
-  std::atomic<Operation> operation{Operation::kNone};  // the last collective it entered, for messages
+  RankStatus status;
   std::int32_t pid = 0;
   char host[64] = {};  // empty where all ranks are on one
   // Written before a meeting, read after it; meetings of odd and even number alternate, see NOTE [Two halves].
   Call calls[2];
-  std::int32_t status[2] = {0, 0};  // 0, or the errno of this rank's part of the call
+  std::int32_t errors[2] = {0, 0};  // 0, or the errno of this rank's part of the call
 };
 
 // NOTE [Two halves] Rank A may write half h for meeting n+2 only when every peer has read half h of meeting n. A peer

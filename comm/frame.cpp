@@ -12,6 +12,7 @@ bool has_proper_size(const FrameHeader& header) {
     case FrameKind::kLeave:
     case FrameKind::kDone:
     case FrameKind::kRelease: return bytes == 0;
+    case FrameKind::kBeat: return bytes == RankStatus::kWords * sizeof(std::uint64_t);
     case FrameKind::kRequest: return bytes == sizeof(std::uint64_t);
     case FrameKind::kReply: return bytes != 0 && bytes <= kMaxReplyBytes;
   }

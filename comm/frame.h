@@ -8,6 +8,7 @@
 //   leave     control
 //   done      control                           (to one that leaves: nothing of it is wanted any more)
 //   release   control  region
+//   beat      control  traced                   RankStatus::words(); once a second
 //   request   control  id       region  offset  how many bytes, a std::uint64_t
 //   reply     bulk     id                       those bytes
 //
@@ -22,7 +23,7 @@
 
 namespace fsdp {
 
-enum class FrameKind : std::uint32_t { kArrival, kWords, kAbort, kLeave, kDone, kRelease, kRequest, kReply };
+enum class FrameKind : std::uint32_t { kArrival, kWords, kAbort, kLeave, kDone, kRelease, kBeat, kRequest, kReply };
 
 enum class Lane : std::uint32_t { kControl, kBulk };
 
@@ -35,7 +36,7 @@ static_assert(sizeof(FrameHeader) == 32);
 
 struct Arrival {
   Call call;
-  std::int32_t status = 0;
+  std::int32_t error = 0;
   std::uint32_t unused = 0;
 };
 

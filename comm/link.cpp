@@ -67,6 +67,14 @@ void Link::finish() {
   send_some();
 }
 
+void Link::sever() {
+  const std::lock_guard lock(mutex_);
+  if (!socket_) return;
+  finishes_ = true;
+  waiting_.clear();
+  ::shutdown(socket_.get(), SHUT_RDWR);
+}
+
 void Link::close() {
   const std::lock_guard lock(mutex_);
   socket_ = UniqueFd();  // and with it its registration

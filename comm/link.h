@@ -30,6 +30,8 @@ class FrameHandler {
   virtual void take(int peer, const FrameHeader& header, std::span<const std::byte> payload) = 0;
   // Nothing comes from this peer any more. `why` is empty where it closed the connection.
   virtual void lose(int peer, std::string_view why) = 0;
+  // About once a second, after all that has come by then.
+  virtual void tick() = 0;
 };
 
 class Link {
@@ -45,6 +47,7 @@ class Link {
   bool is_flushed() const;
   // No frame goes out after those that wait; the peer sees the end.
   void finish();
+  void sever();  // nothing goes in or out any more
   bool is_open() const;
 
   // The serving thread's: goes on with what waits; takes what has come, not all at once where it is much.

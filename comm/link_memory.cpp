@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <system_error>
 #include <thread>
@@ -19,11 +20,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr std::chrono::seconds kStopped{3};   // between two ticks: this process did not run
 constexpr std::chrono::seconds kFarewell{2};  // for the last frames of a rank that ends
 
 std::vector<std::byte> to_bytes(const void* data, std::size_t bytes) {
   const auto* begin = static_cast<const std::byte*>(data);
   return {begin, begin + bytes};
+}
+
+// By a debugger, as the kernel tells.
+bool is_traced() {
+  constexpr std::string_view kKey = "TracerPid:";
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(kKey)) return line.find_first_of("123456789", kKey.size()) != std::string::npos;
+  }
+  return false;
 }
 
 }  // namespace
@@ -49,12 +61,15 @@ class LinkMemory::LinkFetch final : public PeerMemory::Fetch {
 LinkMemory::LinkMemory(std::vector<PeerSockets> sockets, const Options& options)
     : rank_(options.rank),
       timeout_(options.timeout),
+      silence_(options.silence),
       owner_(::getpid()),
       control_memory_(ControlBlock::bytes_for(static_cast<int>(options.processes.size()))),
       control_(ControlBlock::create(control_memory_.span(), static_cast<int>(options.processes.size()),
                                     /*mirrored=*/true)),
       staging_{.bytes = 2 * kStagingBytes, .parts = std::vector<std::byte*>(options.processes.size())},
       peers_(options.processes.size()),
+      pulses_(options.processes.size(), Pulse{.last_heard = Clock::now()}),
+      last_tick_(Clock::now()),
       service_(std::move(sockets), *this) {
   staging_.parts[static_cast<std::size_t>(rank_)] = control_.staging(rank_);
   for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -155,7 +170,7 @@ std::unique_ptr<PeerMemory::Fetch> LinkMemory::fetch(std::span<const PeerCopy> c
 
 void LinkMemory::announce_arrival(std::uint64_t meeting) {
   const RankSlot& slot = control_.slot(rank_);
-  const Arrival arrival{slot.calls[meeting % 2], slot.status[meeting % 2]};
+  const Arrival arrival{slot.calls[meeting % 2], slot.errors[meeting % 2]};
   // The lock orders what this thread has written before what the serving thread reads for a peer.
   { const std::lock_guard lock(mutex_); }
   service_.send_to_all(
@@ -204,6 +219,7 @@ std::vector<int> LinkMemory::ended() const {
 ssize_t LinkMemory::receive_reply(int socket, int peer, const FrameHeader& header, std::size_t got) {
   constexpr std::size_t kPart = std::size_t{256} << 10;  // received under the lock at once
   const std::size_t bytes = std::min<std::size_t>(header.payload_bytes - got, kPart);
+  pulses_[static_cast<std::size_t>(peer)].last_heard = Clock::now();
   const std::lock_guard lock(fetch_mutex_);
   const auto expected = expected_.find(header.a);
   if (expected == expected_.end()) {  // withdrawn
@@ -216,6 +232,7 @@ ssize_t LinkMemory::receive_reply(int socket, int peer, const FrameHeader& heade
 }
 
 void LinkMemory::take(int peer, const FrameHeader& header, std::span<const std::byte> payload) {
+  pulses_[static_cast<std::size_t>(peer)].last_heard = Clock::now();
   switch (header.kind) {
     case FrameKind::kArrival: return take_arrival(peer, header.a, payload);
     case FrameKind::kWords: return take_words(peer, header.a, header.b, payload);
@@ -241,6 +258,13 @@ void LinkMemory::take(int peer, const FrameHeader& header, std::span<const std::
       if (const auto region = regions_.find(header.a); region != regions_.end()) drop_holder(region, peer);
       return;
     }
+    case FrameKind::kBeat: {
+      std::array<std::uint64_t, RankStatus::kWords> words;
+      std::memcpy(words.data(), payload.data(), payload.size());
+      control_.slot(peer).status.set_words(words);
+      pulses_[static_cast<std::size_t>(peer)].is_traced = header.a != 0;
+      return;
+    }
     case FrameKind::kRequest: return answer(peer, header, payload);
     case FrameKind::kReply: return finish_reply(header.a);
   }
@@ -253,8 +277,8 @@ void LinkMemory::take_arrival(int peer, std::uint64_t meeting, std::span<const s
   if (meeting != slot.arrived.load() + 1 || arrival.call.operation > Operation::kCheck)
     throw InvalidArgument("it came to a collective out of turn; start all ranks with the same build", peer);
   slot.calls[meeting % 2] = arrival.call;
-  slot.status[meeting % 2] = arrival.status;
-  slot.operation.store(arrival.call.operation, std::memory_order_relaxed);
+  slot.errors[meeting % 2] = arrival.error;
+  slot.status.set_activity({arrival.call.operation});
   control_.arrive(peer, meeting);
 }
 
@@ -329,6 +353,34 @@ void LinkMemory::lose(int peer, std::string_view why) {
     }
   }
   ring();
+}
+
+void LinkMemory::tick() {
+  const auto now = Clock::now();
+  // Who was stopped itself has heard nobody for as long.
+  if (now - last_tick_ > kStopped) {
+    for (Pulse& pulse : pulses_) pulse.last_heard = now;
+  }
+  last_tick_ = now;
+  const auto words = control_.slot(rank_).status.words();
+  service_.send_to_all(
+      {.header = {.kind = FrameKind::kBeat, .a = is_traced() ? 1U : 0U}, .own = to_bytes(words.data(), sizeof(words))});
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) lose_if_silent(static_cast<int>(peer), now);
+}
+
+void LinkMemory::lose_if_silent(int peer, Clock::time_point now) {
+  const Pulse& pulse = pulses_[static_cast<std::size_t>(peer)];
+  if (peer == rank_ || silence_.count() == 0 || pulse.is_traced || now - pulse.last_heard < silence_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    const Peer& state = peers_[static_cast<std::size_t>(peer)];
+    if (state.gone || state.is_done) return;
+  }
+  const RankSlot& slot = control_.slot(peer);
+  lose(peer, fmt::format("it has been silent for {} s, last in {}; it is stopped, or its host or the network is gone "
+                         "(pid {}{}{})",
+                         std::chrono::duration<double>(silence_).count(), slot.status.activity(), slot.pid,
+                         slot.host[0] == '\0' ? "" : " on ", slot.host));
 }
 
 // NOTE [Leaving over links]

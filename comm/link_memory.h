@@ -31,6 +31,7 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
     int rank = 0;
     std::vector<PeerProcess> processes;  // by rank
     std::chrono::milliseconds timeout{};
+    std::chrono::milliseconds silence{};  // after which a peer that is not heard of is dead; 0 = never
   };
   LinkMemory(std::vector<PeerSockets> sockets, const Options& options);
   ~LinkMemory() override;
@@ -46,6 +47,7 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
   void announce_abort() noexcept override;
   void announce_leave() noexcept override;
   void end_collective() noexcept override;
+  void die() override { service_.sever(); }
   std::vector<int> ended() const override;
 
  private:
@@ -66,10 +68,15 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
     bool is_done = false;  // wants nothing of this rank any more
     bool is_told = false;  // it leaves, and has been told that this rank is done with it
   };
+  struct Pulse {  // the serving thread's
+    std::chrono::steady_clock::time_point last_heard;
+    bool is_traced = false;  // a debugger may stop it for any time
+  };
 
   ssize_t receive_reply(int socket, int peer, const FrameHeader& header, std::size_t got) override;
   void take(int peer, const FrameHeader& header, std::span<const std::byte> payload) override;
   void lose(int peer, std::string_view why) override;
+  void tick() override;
 
   std::shared_ptr<const PeerRegion> collect_parts(std::size_t bytes, bool is_board);
   void release(std::uint64_t region) noexcept;
@@ -78,12 +85,13 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
   void take_words(int peer, std::uint64_t region, std::uint64_t index, std::span<const std::byte> payload);
   void answer(int peer, const FrameHeader& request, std::span<const std::byte> payload);
   void finish_reply(std::uint64_t id);
+  void lose_if_silent(int peer, std::chrono::steady_clock::time_point now);
   void tell_done();
   void stay_until_done();
   void ring();
 
   const int rank_;
-  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds timeout_, silence_;
   const pid_t owner_;
   const MappedMemory control_memory_;
   ControlBlock& control_;
@@ -99,6 +107,9 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
   std::mutex fetch_mutex_;  // held while bytes are received into a target, so that it can be withdrawn
   std::unordered_map<std::uint64_t, Expected> expected_;
   std::uint64_t next_id_ = 1;
+
+  std::vector<Pulse> pulses_;  // by rank
+  std::chrono::steady_clock::time_point last_tick_;
 
   LinkService service_;  // last: its thread uses all of the above
 };

@@ -15,6 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
+constexpr std::chrono::seconds kTick{1};
 
 UniqueFd require_fd(int fd, const char* call) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), call);
@@ -62,6 +63,12 @@ void LinkService::send_to_all(const OutgoingFrame& frame) {
   }
 }
 
+void LinkService::sever() {
+  for (const auto& link : links_) {
+    if (link != nullptr) link->sever();
+  }
+}
+
 void LinkService::finish(std::chrono::milliseconds limit) {
   for (const auto& link : links_) {
     if (link != nullptr) link->finish();
@@ -79,8 +86,11 @@ void LinkService::finish(std::chrono::milliseconds limit) {
 void LinkService::loop() {
   ::prctl(PR_SET_NAME, "fsdp-links");
   std::array<epoll_event, 64> events;
+  auto next_tick = Clock::now() + kTick;
   while (!stopping_) {
-    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick - Clock::now()).count();
+    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
+                                   static_cast<int>(std::max<std::int64_t>(left, 0)));
     for (int i = 0; i < count; ++i) {
       const epoll_event& event = events[static_cast<std::size_t>(i)];
       if (event.data.u64 == kWakeTag) continue;
@@ -88,6 +98,9 @@ void LinkService::loop() {
       if ((event.events & EPOLLOUT) != 0) link.flush();
       if ((event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && link.is_open()) link.receive(handler_);
     }
+    if (Clock::now() < next_tick) continue;
+    handler_.tick();
+    next_tick = Clock::now() + kTick;
   }
 }
 

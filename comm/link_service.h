@@ -28,6 +28,8 @@ class LinkService {
   // Any thread; never waits.
   void send(int peer, Lane lane, OutgoingFrame frame);
   void send_to_all(const OutgoingFrame& frame);
+  // Cuts all links, in the middle of whatever goes over them.
+  void sever();
   // Sends what waits, tells the peers that it was the last and returns when they have seen that, or after `limit`.
   void finish(std::chrono::milliseconds limit);
 

@@ -108,18 +108,18 @@ PeerCommunicator::PeerCommunicator(std::unique_ptr<PeerMemory> memory, const Opt
       reader_(*memory_, group_) {}
 
 PeerCommunicator::~PeerCommunicator() {
-  if (::getpid() != owner_) return;
+  if (::getpid() != owner_ || dead_) return;
   if (std::uncaught_exceptions() > exceptions_)
     group_.abort("an exception ended this rank's part of the program; see its own output");
   group_.leave();
 }
 
-std::uint64_t PeerCommunicator::meet(const Call& call, int status) {
+std::uint64_t PeerCommunicator::meet(const Call& call, int error) {
   group_.throw_if_aborted({call.operation});  // before the half of a meeting that a peer may still read is written over
   const std::uint64_t meeting = group_.next_meeting();
   RankSlot& slot = group_.control().slot(rank());
   slot.calls[meeting % 2] = call;
-  slot.status[meeting % 2] = status;
+  slot.errors[meeting % 2] = error;
   group_.meet(call.operation);
   throw_if_calls_differ(meeting);
   return meeting;
@@ -141,7 +141,7 @@ void PeerCommunicator::throw_if_calls_differ(std::uint64_t meeting) {
 void PeerCommunicator::meet_after(const Call& call, int error) {
   const std::uint64_t meeting = meet(call, error);
   for (int peer = 0; peer < world_size(); ++peer) {
-    const int status = group_.control().slot(peer).status[meeting % 2];
+    const int status = group_.control().slot(peer).errors[meeting % 2];
     if (status == 0) continue;
     throw MemoryError(
         fmt::format("allocate of {} bytes per rank failed on rank {}: {}; free memory or shard over more ranks",
@@ -159,6 +159,7 @@ std::shared_ptr<const PeerRegion> PeerCommunicator::allocate_region(const Call& 
   std::shared_ptr<const PeerRegion> region;
   meet_after(call, error_of([&] {
                region = collect(call.bytes);
+               if (allocation_fails_.exchange(false)) throw std::bad_alloc();
                populate({region->parts[static_cast<std::size_t>(rank())], call.bytes});
              }));
   return region;
@@ -286,7 +287,7 @@ void PeerCommunicator::barrier() {
 }
 
 void PeerCommunicator::gather(const GatherRequest& request) {
-  group_.throw_if_aborted({Operation::kGather, request.label});
+  group_.enter({Operation::kGather, request.label});
   require(request.source != nullptr, rank(), "gather of {}: source is null", request.label);
   const std::size_t held = request.source->bytes();
   const int ranks = request.ranks != 0 ? request.ranks : world_size();
@@ -310,7 +311,7 @@ void PeerCommunicator::gather(const GatherRequest& request) {
 }
 
 void PeerCommunicator::reduce(const ReduceRequest& request) {
-  group_.throw_if_aborted({Operation::kReduce, request.label});
+  group_.enter({Operation::kReduce, request.label});
   require(static_cast<int>(request.inputs.size()) == world_size() && request.numel >= 0 && request.divisor > 0, rank(),
           "reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label,
           world_size(), request.inputs.size(), request.numel, request.divisor);
@@ -337,7 +338,7 @@ void PeerCommunicator::reduce(const ReduceRequest& request) {
 }
 
 void PeerCommunicator::read(const Segment& source, int peer, std::size_t offset, std::span<std::byte> output) {
-  group_.throw_if_aborted({Operation::kRead});
+  group_.enter({Operation::kRead});
   require(peer >= 0 && peer < world_size(), rank(), "read: expected a rank in [0, {}), got {}", world_size(), peer);
   require(offset <= source.bytes() && output.size() <= source.bytes() - offset, rank(),
           "read: expected a range within the {} bytes of rank {}'s part, got {} bytes at {}", source.bytes(), peer,
@@ -353,6 +354,13 @@ void PeerCommunicator::wait_until(const std::function<bool()>& ready, std::strin
 void PeerCommunicator::ring() { group_.control().doorbell.ring(); }
 
 void PeerCommunicator::abort(const std::string& reason) noexcept { group_.abort(reason); }
+
+void PeerCommunicator::die() {
+  memory_->die();
+  dead_ = true;
+}
+
+void PeerCommunicator::report_progress(const Progress& progress) { group_.report_progress(progress); }
 
 void PeerCommunicator::check() { group_.check({Operation::kCheck}); }
 

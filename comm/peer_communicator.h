@@ -2,6 +2,7 @@
 // all the rest is shared, so that backends agree bit for bit.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -47,11 +48,19 @@ class PeerCommunicator final : public Communicator {
   void ring() override;
   void abort(const std::string& reason) noexcept override;
   void check() override;
+  void report_progress(const Progress& progress) override;
+
+  // For faults that are injected. This rank is gone without a word; the others see it, and it can do nothing any more.
+  // Throws InvalidArgument where a rank cannot die alone.
+  void die();
+  bool is_dead() const { return dead_; }
+  // This rank's part of its next allocation fails.
+  void fail_next_allocation() { allocation_fails_ = true; }
 
  private:
   // One meeting of all ranks at the same call: returns its number, whose half of every staging area may be read until the
   // next one. Throws InvalidArgument on every rank if the calls differ.
-  std::uint64_t meet(const Call& call, int status = 0);
+  std::uint64_t meet(const Call& call, int error = 0);
   // Where the coming meeting's data goes. After a failed meeting a peer may still read the one before it, whose half this would be, so
   // an abort is looked for before anything is written.
   std::byte* own_staging(Operation operation) {
@@ -77,6 +86,7 @@ class PeerCommunicator final : public Communicator {
   std::unique_ptr<PeerMemory> memory_;
   PeerGroup group_;
   PeerReader reader_;
+  std::atomic<bool> dead_{false}, allocation_fails_{false};
 };
 
 }  // namespace fsdp

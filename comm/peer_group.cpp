@@ -21,8 +21,6 @@ constexpr std::chrono::milliseconds kLookInterval{50};
 constexpr std::chrono::seconds kQuiet{1};
 constexpr int kSpins = 300;  // some 10 us: less than a sleep and a wake-up cost
 
-constexpr std::string_view kRemedy = "nothing further is exchanged; restart from the last checkpoint";
-
 // With more ranks than cores a spinning rank holds up the one it waits for.
 int spins_for(int world_size) {
   cpu_set_t cores;
@@ -32,12 +30,6 @@ int spins_for(int world_size) {
 
 }  // namespace
 
-std::string describe(const Activity& activity) {
-  if (activity.operation == Operation::kWaitUntil && !activity.label.empty()) return std::string(activity.label);
-  const std::string_view name = name_of(activity.operation);
-  return activity.label.empty() ? std::string(name) : fmt::format("{} of {}", name, activity.label);
-}
-
 PeerGroup::PeerGroup(PeerMemory& memory, int rank, std::chrono::milliseconds timeout)
     : memory_(memory),
       control_(memory.control()),
@@ -46,8 +38,7 @@ PeerGroup::PeerGroup(PeerMemory& memory, int rank, std::chrono::milliseconds tim
       spins_(spins_for(control_.world_size())) {}
 
 void PeerGroup::meet(Operation operation) {
-  throw_if_aborted({operation});
-  control_.slot(rank_).operation.store(operation, std::memory_order_relaxed);
+  enter({operation});
   const std::uint64_t meeting = ++meetings_;
   control_.arrive(rank_, meeting);
   memory_.announce_arrival(meeting);
@@ -56,7 +47,7 @@ void PeerGroup::meet(Operation operation) {
 
 void PeerGroup::wait_until(const std::function<bool()>& ready, std::string_view what) {
   const Activity activity{Operation::kWaitUntil, what};
-  throw_if_aborted(activity);
+  enter(activity);
   wait(control_.doorbell, {activity}, ready);
 }
 
@@ -88,7 +79,12 @@ void PeerGroup::wait_for(const PeerMemory::Fetch& fetch, const Activity& activit
   check(activity);  // names one that died
   fail(activity, fetch.lost(),
        fmt::format("{} has left (its Context was destroyed) while rank {} reads its memory in {}; {}",
-                   name_of_rank(fetch.lost()), rank_, describe(activity), kRemedy));
+                   name_of_rank(fetch.lost()), rank_, describe(activity), remedy()));
+}
+
+void PeerGroup::enter(const Activity& activity) const {
+  throw_if_aborted(activity);
+  control_.slot(rank_).status.set_activity(activity);
 }
 
 void PeerGroup::throw_if_aborted(const Activity& activity) const {
@@ -102,10 +98,10 @@ void PeerGroup::check(const Activity& activity) const {
   for (const int peer : memory_.ended()) {
     if (has_left(peer)) continue;
     fail(activity, peer,
-         fmt::format(
-             "{} died during {} (seen by rank {}): it was killed, perhaps for memory (see dmesg), or ended without "
-             "destroying its Context; {}",
-             name_of_rank(peer), describe(activity), rank_, kRemedy));
+         fmt::format("{} died, last in {} (seen by rank {} in {}): it was killed, perhaps for memory (see dmesg), or "
+                     "ended without "
+                     "destroying its Context; {}",
+                     name_of_rank(peer), last_of(peer), rank_, describe(activity), remedy()));
   }
 }
 
@@ -120,14 +116,14 @@ void PeerGroup::throw_if_left(const Wait& wait, bool quiet) const {
            fmt::format(
                "{} has left (its Context was destroyed) while rank {} waits for it in {}; every rank must make the "
                "same collective calls; {}",
-               name_of_rank(peer), rank_, describe(wait.activity), kRemedy));
+               name_of_rank(peer), rank_, describe(wait.activity), remedy()));
     }
     example = peer;
   }
   if (wait.meeting == 0 && left > 0 && left == world_size() - 1 && quiet) {
     fail(wait.activity, example,
          fmt::format("{} has left (its Context was destroyed), as has every peer, while rank {} waits in {}; {}",
-                     name_of_rank(example), rank_, describe(wait.activity), kRemedy));
+                     name_of_rank(example), rank_, describe(wait.activity), remedy()));
   }
 }
 
@@ -141,16 +137,15 @@ void PeerGroup::fail_for_timeout(const Wait& wait) const {
     const bool came = wait.meeting != 0 && slot.arrived.load() >= wait.meeting;
     if (peer == rank_ || came) continue;
     if (culprit < 0) culprit = peer;
-    missing.push_back(fmt::format("{}, last in {}{}", name_of_rank(peer),
-                                  name_of(slot.operation.load(std::memory_order_relaxed)),
-                                  has_left(peer) ? ", has left" : ""));
+    missing.push_back(
+        fmt::format("{}, last in {}{}", name_of_rank(peer), last_of(peer), has_left(peer) ? ", has left" : ""));
   }
   const auto seconds = std::chrono::duration<double>(timeout_).count();
   const std::string_view absent = wait.meeting != 0 ? "did not come" : "may be at fault";
   fail(wait.activity, culprit,
        fmt::format(
            "{} timed out on rank {} after {} s; {}: {}; a rank may be stuck, or make other calls than its peers; {}",
-           describe(wait.activity), rank_, seconds, absent, fmt::join(missing, "; "), kRemedy));
+           describe(wait.activity), rank_, seconds, absent, fmt::join(missing, "; "), remedy()));
 }
 
 void PeerGroup::fail(const Activity& activity, int culprit, const std::string& reason) const {
@@ -175,6 +170,19 @@ void PeerGroup::leave() noexcept {
   control_.meeting_bell.ring();
   control_.doorbell.ring();
   memory_.announce_leave();
+}
+
+// "reduce of layers.7 in step 41"
+std::string PeerGroup::last_of(int rank) const {
+  const RankStatus& status = control_.slot(rank).status;
+  const std::int64_t step = status.progress().step;
+  return step < 0 ? status.activity() : fmt::format("{} in step {}", status.activity(), step);
+}
+
+std::string PeerGroup::remedy() const {
+  const std::int64_t saved = control_.slot(rank_).status.progress().saved_step;
+  return saved < 0 ? "nothing further is exchanged; restart from the last checkpoint"
+                   : fmt::format("nothing further is exchanged; restart from step {}, the last that was saved", saved);
 }
 
 std::string PeerGroup::name_of_rank(int rank) const {

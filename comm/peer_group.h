@@ -11,13 +11,6 @@
 
 namespace fsdp {
 
-// What a rank is doing, for error texts: "gather of layers.3".
-struct Activity {
-  Operation operation = Operation::kNone;
-  std::string_view label = {};
-};
-std::string describe(const Activity& activity);
-
 class PeerGroup {
  public:
   // Borrows `memory`.
@@ -42,7 +35,10 @@ class PeerGroup {
   // Any thread. Returns when all of it is there.
   void wait_for(const PeerMemory::Fetch& fetch, const Activity& activity);
 
+  // What this rank begins to do, for the others' messages. Throws if the group is aborted.
+  void enter(const Activity& activity) const;
   void throw_if_aborted(const Activity& activity) const;
+  void report_progress(const Progress& progress) const { control_.slot(rank_).status.set_progress(progress); }
   // Throws if the group is aborted or a peer's process has ended without leaving.
   void check(const Activity& activity) const;
   void abort(std::string_view reason) noexcept;
@@ -63,6 +59,8 @@ class PeerGroup {
   [[noreturn]] void fail(const Activity& activity, int culprit, const std::string& reason) const;
   [[noreturn]] void fail_for_timeout(const Wait& wait) const;
   std::string name_of_rank(int rank) const;
+  std::string last_of(int rank) const;
+  std::string remedy() const;
 
   PeerMemory& memory_;
   ControlBlock& control_;

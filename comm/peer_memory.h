@@ -62,6 +62,9 @@ class PeerMemory {
   // This rank has come out of a collective and reads nothing of it any more.
   virtual void end_collective() noexcept {}
 
+  // This rank goes as if its process was killed. Throws InvalidArgument where it cannot alone.
+  virtual void die() = 0;
+
   // Ranks that have ended, whether or not they said that they leave. Any thread may call it.
   virtual std::vector<int> ended() const = 0;
 };

@@ -19,7 +19,8 @@ std::int64_t now_ns() {
 
 }  // namespace
 
-RecordingCommunicator::RecordingCommunicator(std::shared_ptr<Communicator> inner, FaultPlan faults, OnRecord on_record)
+RecordingCommunicator::RecordingCommunicator(std::shared_ptr<PeerCommunicator> inner, FaultPlan faults,
+                                             OnRecord on_record)
     : inner_(std::move(inner)),
       faults_(std::move(faults)),
       on_record_(std::move(on_record)),
@@ -28,29 +29,39 @@ RecordingCommunicator::RecordingCommunicator(std::shared_ptr<Communicator> inner
 template <class Body>
 void RecordingCommunicator::run(CommunicatorRecord record, const Body& body) {
   record.begin_ns = now_ns();
-  apply_faults(record);
+  bool corrupts = false;
+  for (std::size_t i = 0; i < faults_.size(); ++i) {
+    const std::optional<int> match = hit(i, record);
+    if (!match) continue;
+    apply_before(faults_[i], *match, record);
+    corrupts |= faults_[i].kind == Fault::Kind::kCorruption;
+  }
   body();
+  if (corrupts && record.bytes != 0 && record.output != nullptr)
+    *static_cast<std::byte*>(const_cast<void*>(record.output)) ^= std::byte{1};
   record.end_ns = now_ns();
   if (on_record_) on_record_(rank(), record);
 }
 
-void RecordingCommunicator::apply_faults(const CommunicatorRecord& record) {
-  for (std::size_t i = 0; i < faults_.size(); ++i) {
-    const Fault& fault = faults_[i];
-    if (!fault.operation.empty() && fault.operation != record.operation) continue;
-    if (fault.rank != -1 && fault.rank != rank()) continue;
-    const int match = [&] {
-      const std::lock_guard lock(mutex_);
-      return matches_[i]++;
-    }();
-    if (match < fault.after || (fault.count != -1 && match >= fault.after + fault.count)) continue;
-    if (fault.kind == Fault::Kind::kDelay) {
-      std::this_thread::sleep_for(fault.delay);
-      continue;
-    }
-    throw CommunicationError(fmt::format("injected fault in {}{}{} on rank {}, matching call {}", record.operation,
-                                         record.label.empty() ? "" : " of ", record.label, rank(), match),
-                             rank());
+std::optional<int> RecordingCommunicator::hit(std::size_t index, const CommunicatorRecord& record) {
+  const Fault& fault = faults_[index];
+  if (!fault.operation.empty() && fault.operation != record.operation) return std::nullopt;
+  if (fault.rank != -1 && fault.rank != rank()) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const int match = matches_[index]++;
+  const bool is_hit = match >= fault.after && (fault.count == -1 || match < fault.after + fault.count);
+  return is_hit ? std::optional(match) : std::nullopt;
+}
+
+void RecordingCommunicator::apply_before(const Fault& fault, int match, const CommunicatorRecord& record) {
+  const std::string what = fmt::format("injected fault in {}{}{} on rank {}, matching call {}", record.operation,
+                                       record.label.empty() ? "" : " of ", record.label, rank(), match);
+  switch (fault.kind) {
+    case Fault::Kind::kDelay: std::this_thread::sleep_for(fault.delay); return;
+    case Fault::Kind::kThrow: throw CommunicationError(what, rank());
+    case Fault::Kind::kDeath: inner_->die(); throw CommunicationError(what + ": it is dead", rank());
+    case Fault::Kind::kNoMemory: inner_->fail_next_allocation(); return;
+    case Fault::Kind::kCorruption: return;
   }
 }
 

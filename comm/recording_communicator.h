@@ -4,9 +4,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <fsdp/testing.h>
+
+#include "comm/peer_communicator.h"
 
 namespace fsdp {
 
@@ -15,7 +18,10 @@ class RecordingCommunicator final : public Communicator {
   // Called from the thread that made the call; may be empty.
   using OnRecord = std::function<void(int, const CommunicatorRecord&)>;
 
-  RecordingCommunicator(std::shared_ptr<Communicator> inner, FaultPlan faults, OnRecord on_record);
+  RecordingCommunicator(std::shared_ptr<PeerCommunicator> inner, FaultPlan faults, OnRecord on_record);
+
+  // This rank has died by plan.
+  bool is_dead() const { return inner_->is_dead(); }
 
   int rank() const override { return inner_->rank(); }
   int world_size() const override { return inner_->world_size(); }
@@ -36,16 +42,21 @@ class RecordingCommunicator final : public Communicator {
   // Neither recorded nor hit: they move nothing and wait for nobody.
   bool awaits(int rank, int other) const override { return inner_->awaits(rank, other); }
   void ring() override { inner_->ring(); }
-  void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
+  void abort(const std::string& reason) noexcept override {
+    if (!is_dead()) inner_->abort(reason);
+  }
   void check() override { inner_->check(); }
+  void report_progress(const Progress& progress) override { inner_->report_progress(progress); }
 
  private:
   // A call that is about to be made; `record` lacks its times.
   template <class Body>
   void run(CommunicatorRecord record, const Body& body);
-  void apply_faults(const CommunicatorRecord& record);
+  // The number of the matching call, if the fault hits it.
+  std::optional<int> hit(std::size_t fault, const CommunicatorRecord& record);
+  void apply_before(const Fault& fault, int match, const CommunicatorRecord& record);
 
-  std::shared_ptr<Communicator> inner_;
+  std::shared_ptr<PeerCommunicator> inner_;
   const FaultPlan faults_;
   const OnRecord on_record_;
   std::mutex mutex_;

@@ -43,6 +43,11 @@ class ShmMemory final : public SharedMemory {
     return mapped_region(memory, bytes, ranks);
   }
 
+  void die() override {
+    throw InvalidArgument("Fault::kDeath: ranks of shm that are threads die together; use backend thread or tcp",
+                          rank_);
+  }
+
   std::vector<int> ended() const override {
     std::vector<pollfd> fds;
     for (const UniqueFd& process : meeting_.processes) fds.push_back({process.get(), POLLIN, 0});
@@ -71,7 +76,7 @@ class ShmMemory final : public SharedMemory {
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_shm_communicator(const MeetingPlace& place) {
+std::shared_ptr<PeerCommunicator> make_shm_communicator(const MeetingPlace& place) {
   try {
     auto memory = std::make_unique<ShmMemory>(meet_at(place), place.rank);
     return std::make_shared<PeerCommunicator>(std::move(memory),

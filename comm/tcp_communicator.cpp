@@ -13,7 +13,7 @@ namespace fsdp {
 TcpGroup make_tcp_communicator(TcpPlace place) {
   const std::string at = place.name;
   const int rank = place.rank, world_size = place.world_size;
-  const auto timeout = place.timeout;
+  const auto timeout = place.timeout, silence = place.silence;
   try {
     TcpMeeting meeting = meet_over_tcp(std::move(place));
     TcpGroup group{.communicator = nullptr, .local_rank = 0, .local_world_size = 0};
@@ -22,8 +22,8 @@ TcpGroup make_tcp_communicator(TcpPlace place) {
       group.local_rank += peer < rank ? 1 : 0;
       ++group.local_world_size;
     }
-    auto memory = std::make_unique<LinkMemory>(std::move(meeting.sockets),
-                                               LinkMemory::Options{rank, std::move(meeting.processes), timeout});
+    auto memory = std::make_unique<LinkMemory>(
+        std::move(meeting.sockets), LinkMemory::Options{rank, std::move(meeting.processes), timeout, silence});
     group.communicator = std::make_shared<PeerCommunicator>(std::move(memory),
                                                             PeerCommunicator::Options{"tcp", rank, timeout});
     return group;

@@ -3,14 +3,13 @@
 
 #include <memory>
 
-#include <fsdp/communicator.h>
-
+#include "comm/peer_communicator.h"
 #include "comm/tcp_meeting.h"
 
 namespace fsdp {
 
 struct TcpGroup {
-  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<PeerCommunicator> communicator;
   int local_rank, local_world_size;  // among the ranks of the same host
 };
 

@@ -28,7 +28,7 @@ struct TcpSpot {
 struct TcpPlace {
   std::string name = {};  // of the place, for messages: "10.0.0.7:29500"
   int rank = 0, world_size = 1;
-  std::chrono::milliseconds timeout{};
+  std::chrono::milliseconds timeout{}, silence{};
   // Asked before each try, from rank 1 on; none where it is not known yet.
   std::function<std::optional<TcpSpot>()> find = {};
   bool may_be_stale = false;  // what is found may be an earlier job's: who answers wrongly there is not rank 0

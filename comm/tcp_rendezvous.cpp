@@ -52,8 +52,8 @@ void meet_by_file(TcpPlace& place, const std::filesystem::path& path, const Vari
 }  // namespace
 
 TcpPlace tcp_place(const Variables& variables, const LaunchIdentity& self, const std::string& init_method,
-                   std::chrono::milliseconds timeout) {
-  TcpPlace place{.rank = self.rank, .world_size = self.world_size, .timeout = timeout};
+                   std::chrono::milliseconds timeout, std::chrono::milliseconds silence) {
+  TcpPlace place{.rank = self.rank, .world_size = self.world_size, .timeout = timeout, .silence = silence};
   if (self.world_size == 1) return place;
   const TcpEndpoint endpoint = tcp_endpoint(variables, self, init_method);
   if (!endpoint.file.empty()) {

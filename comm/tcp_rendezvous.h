@@ -16,6 +16,6 @@ namespace fsdp {
 // nobody listens, or somebody who does not have its token. Rank 0 replaces it; the others look at it again until they
 // are let in.
 TcpPlace tcp_place(const Variables& variables, const LaunchIdentity& self, const std::string& init_method,
-                   std::chrono::milliseconds timeout);
+                   std::chrono::milliseconds timeout, std::chrono::milliseconds silence);
 
 }  // namespace fsdp

@@ -86,15 +86,16 @@ std::string what_of(const std::exception_ptr& error) {
   }
 }
 
-using Connect = std::function<std::shared_ptr<Communicator>(int rank)>;
+using Connect = std::function<std::shared_ptr<PeerCommunicator>(int rank)>;
 
 void run_rank(int rank, int world_size, const Connect& connect, const std::function<void(Context)>& body,
               const RunRanksOptions& options, FirstError& first_error) {
-  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<RecordingCommunicator> communicator;
   try {
     communicator = std::make_shared<RecordingCommunicator>(connect(rank), options.faults, options.on_record);
     body(Context(communicator, rank, world_size));
   } catch (...) {
+    if (communicator && communicator->is_dead()) return;  // what the others then say is what counts
     const std::exception_ptr error = std::current_exception();
     // Recorded before the abort: what the abort then throws on other ranks comes second.
     first_error.offer(rank, error);

@@ -1,5 +1,7 @@
 #include "comm/thread_communicator.h"
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <system_error>
 
@@ -20,13 +22,14 @@ struct ThreadGroup {
 
   MappedMemory memory;
   ControlBlock& control;
+  std::array<std::atomic<bool>, kMaxWorldSize> dead{};
   std::weak_ptr<const PeerRegion> offered;  // weak: the ranks' handles alone keep a segment
 };
 
 class ThreadMemory final : public SharedMemory {
  public:
-  explicit ThreadMemory(std::shared_ptr<ThreadGroup> group)
-      : group_(std::move(group)), staging_(staging_region(group_->control)) {}
+  ThreadMemory(std::shared_ptr<ThreadGroup> group, int rank)
+      : group_(std::move(group)), staging_(staging_region(group_->control)), rank_(rank) {}
 
   ControlBlock& control() override { return group_->control; }
   const PeerRegion& staging() override { return staging_; }
@@ -44,22 +47,31 @@ class ThreadMemory final : public SharedMemory {
     return region;
   }
 
-  std::vector<int> ended() const override { return {}; }
+  void die() override { group_->dead[static_cast<std::size_t>(rank_)] = true; }
+
+  std::vector<int> ended() const override {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < group_->control.world_size(); ++rank) {
+      if (group_->dead[static_cast<std::size_t>(rank)]) ranks.push_back(rank);
+    }
+    return ranks;
+  }
 
  private:
   std::shared_ptr<ThreadGroup> group_;
   const PeerRegion staging_;
+  const int rank_;
   std::shared_ptr<const PeerRegion> own_offer_;  // rank 0's, from offer to collect
 };
 
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int world_size,
-                                                                     std::chrono::milliseconds timeout) {
+std::vector<std::shared_ptr<PeerCommunicator>> make_thread_communicators(int world_size,
+                                                                         std::chrono::milliseconds timeout) {
   const auto group = std::make_shared<ThreadGroup>(world_size);
-  std::vector<std::shared_ptr<Communicator>> communicators;
+  std::vector<std::shared_ptr<PeerCommunicator>> communicators;
   for (int rank = 0; rank < world_size; ++rank) {
-    communicators.push_back(std::make_shared<PeerCommunicator>(std::make_unique<ThreadMemory>(group),
+    communicators.push_back(std::make_shared<PeerCommunicator>(std::make_unique<ThreadMemory>(group, rank),
                                                                PeerCommunicator::Options{"thread", rank, timeout}));
   }
   return communicators;

@@ -5,11 +5,12 @@
 #include <memory>
 #include <vector>
 
-#include <fsdp/communicator.h>
+#include "comm/peer_communicator.h"
 
 namespace fsdp {
 
 // One communicator per rank, each for a thread of its own. REQUIRES 1 <= world_size <= kMaxWorldSize and timeout > 0.
-std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int world_size, std::chrono::milliseconds timeout);
+std::vector<std::shared_ptr<PeerCommunicator>> make_thread_communicators(int world_size,
+                                                                         std::chrono::milliseconds timeout);
 
 }  // namespace fsdp

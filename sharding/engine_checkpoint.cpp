@@ -100,6 +100,8 @@ void EngineState::save(const std::filesystem::path& dir, const SaveOptions& opti
     }
     content.rank_state[kRandomState] = random_bytes();
     save_checkpoint(core_.communicator(), dir, content);
+    core_.saved_step = content.step;
+    report_progress();
   });
 }
 
@@ -112,6 +114,8 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
     if (!loaded) return std::nullopt;
     refresh_parameters();
     core_.step = loaded->step;
+    core_.saved_step = loaded->step;
+    report_progress();
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];
       if (optimizer_ == nullptr || p.trainable_index < 0) continue;

@@ -81,6 +81,7 @@ struct EngineCore {
   ReduceMailbox mailbox;
   Slots slots;
   std::atomic<std::int64_t> step{0};
+  std::atomic<std::int64_t> saved_step{-1};  // the last that a checkpoint holds
 
   std::mutex mutex;
   std::condition_variable changed;  // a job of the stream is over

@@ -41,6 +41,7 @@ EngineState::EngineState(const Context& context, std::shared_ptr<torch::nn::Modu
     broadcast_parameters();
     broadcast_buffers();
     core_.model.take_over(std::make_shared<EngineHook>(*this));
+    report_progress();
   } catch (...) {
     core_.model.release();  // no tensor may keep a storage whose owner is gone
     throw;

@@ -116,6 +116,7 @@ class EngineState final : public StorageOwner {
   void swap_averages(std::string_view operation);
   void refuse_non_finite(const StepOptions& options, int first_bad, StepResult& result) const;
   void end_step(bool updated);
+  void report_progress() const { core_.communicator().report_progress({core_.step + 1, core_.saved_step}); }
   void drop_gradients();
   // Runs a collective part; a failure of one rank ends the others' waits too.
   template <class Body>

@@ -264,6 +264,7 @@ void EngineState::end_step(bool updated) {
   core_.timeline.finish_step();
   identity_checked_ = false;
   if (updated) ++core_.step;
+  report_progress();
 }
 
 void EngineState::drop_gradients() {

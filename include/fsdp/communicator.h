@@ -105,6 +105,12 @@ struct ReduceRequest {
   std::string_view label = {};
 };
 
+// How far a rank's training has come; -1 = not known.
+struct Progress {
+  std::int64_t step = -1;        // being made
+  std::int64_t saved_step = -1;  // the last that a checkpoint holds
+};
+
 // Outlives the segments and boards that it has allocated.
 class Communicator {
  public:
@@ -151,6 +157,8 @@ class Communicator {
   virtual void abort(const std::string& reason) noexcept = 0;
   // Throws if any rank has aborted or is known dead; else returns at once.
   virtual void check() = 0;
+  // For the messages of this rank and its peers. Any thread; never waits.
+  virtual void report_progress(const Progress& progress) = 0;
 };
 
 }  // namespace fsdp

@@ -14,11 +14,14 @@ struct InitOptions {
   // ranks: see testing.h.
   std::string backend = "auto";
   // Where ranks meet that do not meet on one host: "tcp://host:port" of rank 0, "file:///path" that all can reach, or
-  // "env://" and "": MASTER_ADDR and MASTER_PORT.
+  // "env://": MASTER_ADDR and MASTER_PORT; "": FSDP_INIT_METHOD, else "env://".
   std::string init_method = {};
   int rank = -1,
       world_size = -1;  // -1 = from the launcher's variables (torchrun's, Open MPI's, ...), else 0 and 1
-  std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive
+  std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive. FSDP_TIMEOUT (seconds) wins
+  // tcp: a rank that nothing is heard of for this long is dead, whoever waits for it; each tells the others once a second
+  // that it is there. 0 = never. A rank in a debugger is not missed. Not negative. FSDP_SILENCE (seconds) wins.
+  std::chrono::milliseconds silence{60'000};
 };
 
 // Cheap to copy; one per rank. The copies share one communicator, which ends with the last of them.

@@ -12,7 +12,13 @@ namespace fsdp {
 
 // What is to go wrong, or slow.
 struct Fault {
-  enum class Kind { kDelay, kThrow };
+  enum class Kind {
+    kDelay,       // the call comes later
+    kThrow,       // the call throws CommunicationError on this rank, and so does every other rank's, as one thrown does
+    kDeath,       // the rank is gone from here on, as a process that is killed; the others see it. Not over shm
+    kCorruption,  // the lowest bit of the first byte that the call gives this rank is the other one
+    kNoMemory,    // `allocate` and `allocate_board` alone: no memory on this rank, so MemoryError on all of them
+  };
   Kind kind = Kind::kDelay;
   // The name of a call of Communicator that is recorded ("gather", "all_reduce", "wait_until", ...), or "" = any.
   std::string operation = {};

@@ -1,5 +1,7 @@
 // Ranks that are processes, on every backend for them: the bits of threads, deaths seen and named.
+#include <array>
 #include <chrono>
+#include <csignal>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -92,7 +94,7 @@ TEST_P(ProcessTest, ARankThatEndsWithoutLeavingIsDead) {
     context.communicator().barrier();
     return std::string("returned");
   });
-  EXPECT_THAT(processes_.outcome(0), HasSubstr(named(1) + "died during barrier"));
+  EXPECT_THAT(processes_.outcome(0), HasSubstr(named(1) + "died, last in no collective (seen by rank 0 in barrier)"));
 }
 
 TEST_P(ProcessTest, ARankThatLeavesIsNotDead) {
@@ -143,11 +145,79 @@ TEST_P(ProcessTest, AForkedChildDoesNotLeaveForItsParent) {
   EXPECT_EQ(processes_.outcome(1), "good");
 }
 
+// Nothing waits for the stopped rank, and no time-out runs: it is missed all the same, and told from one that works long.
+TEST_F(RanksTest, AStoppedRankIsMissedByItsSilence) {
+  start_all("tcp", 3, [] {
+    Context context = init({.silence = 2s});
+    context.communicator().report_progress({.step = 41, .saved_step = 40});
+    context.communicator().barrier();
+    if (context.rank() == 1) ::raise(SIGSTOP);
+    for (const auto end = std::chrono::steady_clock::now() + 10s; std::chrono::steady_clock::now() < end;) {
+      std::this_thread::sleep_for(20ms);
+      context.communicator().check();
+    }
+    return std::string("missed nobody");
+  });
+  const std::string pid = std::to_string(processes_.pid(1));
+  for (const int child : {0, 2})
+    EXPECT_THAT(processes_.outcome(child),
+                testing::AllOf(HasSubstr("rank 1 takes no further part: it has been silent for 2 s, last in barrier"),
+                               HasSubstr("(pid " + pid + ")")));
+}
+
+TEST_F(RanksTest, WhoWorksLongIsNotSilent) {
+  start_all("tcp", 2, [] {
+    Context context = init({.silence = 2s});
+    if (context.rank() == 1) {
+      for (const auto end = std::chrono::steady_clock::now() + 4s; std::chrono::steady_clock::now() < end;) {
+      }
+    }
+    context.communicator().barrier();
+    return std::string("good");
+  });
+  for (const int child : {0, 1}) EXPECT_EQ(processes_.outcome(child), "good");
+}
+
+// A rank that was itself stopped takes nobody for dead when it goes on.
+TEST_F(RanksTest, WhoWasStoppedForAWhileGoesOn) {
+  start_all("tcp", 2, [] {
+    Context context = init({.silence = 4s});
+    context.communicator().barrier();
+    if (context.rank() == 1) ::raise(SIGSTOP);
+    for (int i = 0; i < 100; ++i) context.communicator().barrier();
+    return std::string("good");
+  });
+  int status = 0;
+  ASSERT_EQ(::waitpid(processes_.pid(1), &status, WUNTRACED), processes_.pid(1));
+  std::this_thread::sleep_for(3500ms);
+  ::kill(processes_.pid(1), SIGCONT);
+  for (const int child : {0, 1}) EXPECT_EQ(processes_.outcome(child), "good");
+}
+
+TEST_P(ProcessTest, ADeathNamesTheStepAndTheOneThatIsSaved) {
+  start_all(GetParam(), 2, [] {
+    Context context = init();
+    context.communicator().report_progress({.step = 41, .saved_step = 40});
+    const auto segment = context.communicator().allocate(64);
+    std::array<std::byte, 128> gathered;
+    context.communicator().gather({segment.get(), 0, 64, gathered.data(), "layers.7"});
+    if (context.rank() == 1) std::this_thread::sleep_for(1500ms);  // its next beat tells the rest
+    if (context.rank() == 1) ::raise(SIGKILL);
+    context.communicator().wait_until([] { return false; }, "gradients of layers.6");
+    return std::string("returned");
+  });
+  EXPECT_THAT(
+      processes_.outcome(0),
+      testing::AllOf(HasSubstr(named(1) + "died, last in gather of layers.7 in step 41 (seen by rank 0 in gradients "
+                                          "of layers.6)"),
+                     HasSubstr("restart from step 40, the last that was saved")));
+}
+
 INSTANTIATE_TEST_SUITE_P(, ProcessTest, testing::Values("shm", "tcp"),
                          [](const auto& instance) { return std::string(instance.param); });
 
 struct Death {
-  std::string name;
+  std::string name, last;  // what the others do, and what the victim did before it died
   // What ranks do until one of them is killed.
   std::function<void(Communicator&)> loop;
 };
@@ -173,7 +243,8 @@ TEST_P(DeathTest, AKilledRankIsNamedWithItsPidOnEveryOther) {
   for (const int rank : {0, 1, 3}) {
     const std::string text = processes_.outcome(rank);
     EXPECT_THAT(text, HasSubstr("error: "));
-    EXPECT_THAT(text, HasSubstr(victim + "died during " + death.name));
+    EXPECT_THAT(text, HasSubstr(victim + "died, last in " + death.last + " (seen by rank "));
+    EXPECT_THAT(text, HasSubstr(" in " + death.name + "): it was killed"));
     EXPECT_THAT(text, HasSubstr("restart from the last checkpoint"));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - killed, 2s);
@@ -183,17 +254,17 @@ TEST_P(DeathTest, AKilledRankIsNamedWithItsPidOnEveryOther) {
 
 INSTANTIATE_TEST_SUITE_P(
     , DeathTest,
-    testing::Combine(testing::Values("shm", "tcp"),
-                     testing::Values(Death{"barrier", [](Communicator& c) { c.barrier(); }},
-                                     Death{"allocate", [](Communicator& c) { c.allocate(std::size_t{1} << 20); }},
-                                     Death{"all_reduce",
-                                           [](Communicator& c) {
-                                             std::vector<std::byte> data(std::size_t{1} << 20);
-                                             c.all_reduce(data.data(), 1 << 18, DType::kFloat32, ReduceOp::kSum);
-                                           }},
-                                     Death{"wait_until",
-                                           [](Communicator& c) { c.wait_until([] { return false; }, ""); }},
-                                     Death{"check", [](Communicator& c) { c.check(); }})),
+    testing::Combine(
+        testing::Values("shm", "tcp"),
+        testing::Values(Death{"barrier", "barrier", [](Communicator& c) { c.barrier(); }},
+                        Death{"allocate", "allocate", [](Communicator& c) { c.allocate(std::size_t{1} << 20); }},
+                        Death{"all_reduce", "all_reduce",
+                              [](Communicator& c) {
+                                std::vector<std::byte> data(std::size_t{1} << 20);
+                                c.all_reduce(data.data(), 1 << 18, DType::kFloat32, ReduceOp::kSum);
+                              }},
+                        Death{"wait_until", "barrier", [](Communicator& c) { c.wait_until([] { return false; }, ""); }},
+                        Death{"check", "barrier", [](Communicator& c) { c.check(); }})),
     [](const auto& instance) {
       return std::string(std::get<0>(instance.param)) + "_" + std::get<1>(instance.param).name;
     });

@@ -130,6 +130,93 @@ TEST(RunRanksTest, ADelayFaultHitsCountCallsAndNoMore) {
   }
 }
 
+// As a process that is killed: it says nothing, and the others see it.
+TEST(RunRanksTest, ADeathIsSeenByTheOthersAlone) {
+  for (const char* backend : {"thread", "tcp"}) {
+    std::atomic<int> told{0};
+    const std::string text = text_of<CommunicationError>([&] {
+      run_ranks(3,
+                [&](Context context) {
+                  try {
+                    for (int i = 0; i < 5; ++i) context.communicator().barrier();
+                  } catch (const CommunicationError& error) {
+                    if (context.rank() != 1) told.fetch_add(1);
+                    throw;
+                  }
+                },
+                {.backend = backend,
+                 .faults = {{.kind = Fault::Kind::kDeath, .operation = "barrier", .rank = 1, .after = 2}}});
+    });
+    EXPECT_THAT(
+        text, testing::ContainsRegex("rank [02]: barrier on rank [02]: rank 1 \\(pid [0-9]+\\) died, last in barrier"))
+        << backend;
+    EXPECT_EQ(told.load(), 2) << backend;
+  }
+}
+
+TEST(RunRanksTest, ADeathThatNobodyMissesIsNoError) {
+  std::atomic<int> ended{0};
+  run_ranks(2,
+            [&](Context context) {
+              if (context.rank() == 1) context.communicator().barrier();
+              ended.fetch_add(1);
+            },
+            {.faults = {{.kind = Fault::Kind::kDeath, .rank = 1}}});
+  EXPECT_EQ(ended.load(), 1);
+}
+
+TEST(RunRanksTest, ADeathOverShmIsRefused) {
+  EXPECT_THAT(text_of<InvalidArgument>([] {
+                run_ranks(2, [](Context context) { context.communicator().barrier(); },
+                          {.backend = "shm", .faults = {{.kind = Fault::Kind::kDeath, .rank = 1}}});
+              }),
+              HasSubstr("use backend thread or tcp"));
+}
+
+TEST(RunRanksTest, ACorruptionChangesOneBitOfWhatARankGets) {
+  run_ranks(
+      2,
+      [](Context context) {
+        const std::byte own[] = {std::byte{6}, std::byte{7}};
+        std::array<std::byte, 4> all{};
+        for (int call = 0; call < 3; ++call) {
+          context.communicator().all_gather(own, all);
+          const bool hit = context.rank() == 1 && call == 1;
+          EXPECT_EQ(all, (std::array{hit ? std::byte{7} : std::byte{6}, std::byte{7}, std::byte{6}, std::byte{7}}))
+              << "rank " << context.rank() << ", call " << call;
+        }
+      },
+      {.faults = {{.kind = Fault::Kind::kCorruption, .operation = "all_gather", .rank = 1, .after = 1}}});
+}
+
+TEST(RunRanksTest, NoMemoryOnOneRankIsAnErrorOnAllAndNoMore) {
+  for (const char* backend : {"thread", "shm", "tcp"}) {
+    std::atomic<int> told{0};
+    run_ranks(3,
+              [&](Context context) {
+                Communicator& communicator = context.communicator();
+                for (int call = 0; call < 4; ++call) {
+                  try {
+                    if (call % 2 == 0) {
+                      EXPECT_EQ(communicator.allocate(100)->bytes(), 100U);
+                    } else {
+                      communicator.allocate_board(3);
+                    }
+                  } catch (const MemoryError& error) {
+                    EXPECT_THAT(error.what(), HasSubstr("bytes per rank failed on rank 2: Cannot allocate memory"));
+                    EXPECT_EQ(error.rank(), 2);
+                    told.fetch_add(1);
+                  }
+                }
+                communicator.barrier();
+              },
+              {.backend = backend,
+               .faults = {{.kind = Fault::Kind::kNoMemory, .operation = "allocate", .rank = 2, .after = 1},
+                          {.kind = Fault::Kind::kNoMemory, .operation = "allocate_board", .rank = 2}}});
+    EXPECT_EQ(told.load(), 6) << backend;
+  }
+}
+
 TEST(RunRanksTest, RecordsEveryCallWithBytesOutputAndLabel) {
   std::mutex mutex;
   std::map<std::string, CommunicatorRecord> records;  // rank 0's last of each operation

@@ -220,6 +220,11 @@ TEST_F(ShmProcessTest, InitRefusesWhatItCannotDo) {
   EXPECT_THAT(error_of({.backend = "gloo"}, {}), HasSubstr("expected auto, shm or tcp, got \"gloo\""));
   EXPECT_THAT(error_of({.backend = "thread"}, {}), HasSubstr("run_ranks in <fsdp/testing.h>"));
   EXPECT_THAT(error_of({.timeout = 0ms}, {}), HasSubstr("expected a positive time, got 0 ms"));
+  EXPECT_THAT(error_of({}, {{"FSDP_TIMEOUT", "0.0"}}), HasSubstr("expected a positive time, got 0 ms"));
+  EXPECT_THAT(error_of({.silence = -1ms}, {}), HasSubstr("expected a time of at least 0, got -1 ms"));
+  for (const char* text : {"", "x", "-1", "1s", "nan", "1e99"})
+    EXPECT_THAT(error_of({}, {{"FSDP_SILENCE", text}}),
+                HasSubstr("FSDP_SILENCE: expected seconds, as in 600 or 0.5, got"));
   EXPECT_THAT(error_of({.rank = 0, .world_size = 2}, {}), HasSubstr("set FSDP_RENDEZVOUS to the path"));
   EXPECT_THAT(error_of({.rank = 0, .world_size = 129}, {}), HasSubstr("at most 128 ranks, got 129"));
   const std::map<std::string, std::string> two_hosts{
