@@ -190,15 +190,15 @@ void require_options(const BenchOptions& options, int ranks) {
   const std::size_t smallest = sizeof(float) * static_cast<std::size_t>(ranks);
   if (options.begin < 1 || options.end < options.begin || options.end < smallest || options.factor < 2) {
     throw InvalidArgument(
-        fmt::format("bench comm: expected sizes from 1 byte on, the last at least the first and {} bytes (a "
+        fmt::format("expected sizes from 1 byte on, the last at least the first and {} bytes (a "
                     "float of each rank), and a factor of at least 2, got {} to {} by {}",
                     smallest, options.begin, options.end, options.factor));
   }
   for (const std::string& operation : options.operations) {
     if (std::find(std::begin(kBenchOperations), std::end(kBenchOperations), operation) != std::end(kBenchOperations))
       continue;
-    throw InvalidArgument(fmt::format("bench comm: expected operations among {}, got \"{}\"",
-                                      fmt::join(kBenchOperations, ", "), operation));
+    throw InvalidArgument(
+        fmt::format("expected operations among {}, got \"{}\"", fmt::join(kBenchOperations, ", "), operation));
   }
 }
 
@@ -228,6 +228,20 @@ nlohmann::ordered_json to_json(const Row& row, int ranks) {
 }
 
 }  // namespace
+
+std::int64_t count_wrong_exchanges(const Context& context, std::size_t bytes) {
+  Communicator& communicator = context.communicator();
+  const auto ranks = static_cast<std::size_t>(context.world_size());
+  std::int64_t wrong = 0;
+  for (const char* operation : kBenchOperations) {
+    Exchange exchange(communicator, static_cast<std::int64_t>(bytes / sizeof(float) / ranks));
+    exchange.prepare(operation);
+    exchange.run();
+    communicator.barrier();
+    wrong += fold(communicator, exchange.check(), DType::kInt64, ReduceOp::kSum);
+  }
+  return wrong;
+}
 
 std::int64_t bench_comm(Context context, const BenchOptions& options) {
   Communicator& communicator = context.communicator();

@@ -25,4 +25,7 @@ inline constexpr const char* kBenchOperations[] = {"gather",         "reduce",  
 // Throws InvalidArgument for options that cannot be, and what the communicator throws.
 std::int64_t bench_comm(Context context, const BenchOptions& options);
 
+// Collective: each operation once, at this size; how many elements were wrong on any rank.
+std::int64_t count_wrong_exchanges(const Context& context, std::size_t bytes);
+
 }  // namespace fsdp

@@ -12,6 +12,7 @@
 #include <fsdp/error.h>
 
 #include "cli/bench_comm.h"
+#include "cli/doctor.h"
 #include "cli/run.h"
 
 namespace {
@@ -39,6 +40,8 @@ struct Arguments {
   std::string ranks, backend;
   std::vector<std::string> command;
   fsdp::BenchOptions bench;
+  fsdp::DoctorOptions doctor;
+  bool json = false, strict = false;
 };
 
 const std::vector<std::string> kBackends{"auto", "shm", "tcp"};
@@ -82,12 +85,24 @@ void add_bench(CLI::App& app, Arguments& arguments) {
   comm->add_flag("--json", options.json, "One JSON document in place of the table");
 }
 
+void add_doctor(CLI::App& app, Arguments& arguments) {
+  auto* doctor = app.add_subcommand("doctor", "Look for what would go wrong on this machine, and say what to do");
+  doctor->add_option("-n,--ranks", arguments.doctor.ranks, "Ranks that are to run here")
+      ->check(CLI::Range(1, kMaxRanks))
+      ->capture_default_str();
+  doctor->add_option("--folder", arguments.doctor.folder, "Where checkpoints will be written")->capture_default_str();
+  doctor->add_flag("--json", arguments.json, "A JSON array in place of the lines");
+  doctor->add_flag("--strict", arguments.strict, "A warning is a failure, too");
+  doctor->footer("Exit code 0: nothing fails; 1: something does (with --strict: or warns); 2: a wrong command line.");
+}
+
 // Parses what stands before "--". Throws CLI::ParseError, also for --help and --version.
 void parse(CLI::App& app, std::vector<std::string> words, Arguments& arguments) {
   app.set_version_flag("--version", "fsdp " FSDP_VERSION " (LibTorch " FSDP_LIBTORCH_VERSION ")");
   app.set_help_flag("-h,--help", "Show this text");
   add_run(app, arguments);
   add_bench(app, arguments);
+  add_doctor(app, arguments);
   std::reverse(words.begin(), words.end());  // CLI11 takes a vector from its end
   app.parse(words);
 }
@@ -127,6 +142,16 @@ int bench(const Arguments& arguments, const std::vector<std::string>& words) {
   return fsdp::run_job({.ranks = parse_ranks(arguments.ranks), .backend = "", .command = command, .prefixes = false});
 }
 
+int doctor(const Arguments& arguments) {
+  const std::vector<fsdp::Finding> findings = fsdp::examine(arguments.doctor);
+  if (arguments.json) {
+    std::printf("%s\n", fsdp::to_json(findings).c_str());
+  } else {
+    for (const fsdp::Finding& finding : findings) std::printf("%s\n", fsdp::to_text(finding).c_str());
+  }
+  return fsdp::worst_of(findings) >= (arguments.strict ? fsdp::Verdict::kWarn : fsdp::Verdict::kFail) ? 1 : 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -147,5 +172,6 @@ int main(int argc, char** argv) {
   if (separator != all.end()) arguments.command.assign(separator + 1, all.end());
   if (app.got_subcommand("run")) return guarded("run", [&] { return run(arguments); });
   if (app.got_subcommand("bench")) return guarded("bench comm", [&] { return bench(arguments, all); });
-  return report("fsdp: expected a subcommand: run or bench; see fsdp --help", kUsageError);
+  if (app.got_subcommand("doctor")) return guarded("doctor", [&] { return doctor(arguments); });
+  return report("fsdp: expected a subcommand: run, bench or doctor; see fsdp --help", kUsageError);
 }

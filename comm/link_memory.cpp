@@ -236,10 +236,12 @@ void LinkMemory::take(int peer, const FrameHeader& header, std::span<const std::
   switch (header.kind) {
     case FrameKind::kArrival: return take_arrival(peer, header.a, payload);
     case FrameKind::kWords: return take_words(peer, header.a, header.b, payload);
-    case FrameKind::kAbort:
-      control_.abort(header.a < peers_.size() ? static_cast<int>(header.a) : peer,
-                     {reinterpret_cast<const char*>(payload.data()), payload.size()});
+    case FrameKind::kAbort: {
+      const int culprit = header.a < peers_.size() ? static_cast<int>(header.a) : peer;
+      // Passed on, so that it comes before the end of a rank that has heard it.
+      if (control_.abort(culprit, {reinterpret_cast<const char*>(payload.data()), payload.size()})) announce_abort();
       return;
+    }
     case FrameKind::kLeave:
       control_.slot(peer).presence.store(Presence::kLeft);
       {

@@ -1,0 +1,42 @@
+#include "cli/finding.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+namespace fsdp {
+namespace {
+
+constexpr const char* kVerdicts[] = {"OK", "WARN", "FAIL"};
+
+const char* name_of(Verdict verdict) { return kVerdicts[static_cast<int>(verdict)]; }
+
+}  // namespace
+
+std::string to_text(const Finding& finding) {
+  std::string text = fmt::format("{:4} {}: {}", name_of(finding.verdict), finding.id, finding.found);
+  if (!finding.why.empty()) text += " -> " + finding.why;
+  if (!finding.remedy.empty()) text += " -> " + finding.remedy;
+  return text;
+}
+
+std::string to_json(const std::vector<Finding>& findings) {
+  auto array = nlohmann::ordered_json::array();
+  for (const Finding& finding : findings) {
+    array.push_back({{"verdict", name_of(finding.verdict)},
+                     {"id", finding.id},
+                     {"found", finding.found},
+                     {"why", finding.why},
+                     {"remedy", finding.remedy}});
+  }
+  return array.dump(2);
+}
+
+Verdict worst_of(const std::vector<Finding>& findings) {
+  Verdict worst = Verdict::kOk;
+  for (const Finding& finding : findings) worst = std::max(worst, finding.verdict);
+  return worst;
+}
+
+}  // namespace fsdp
