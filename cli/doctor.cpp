@@ -270,4 +270,44 @@ std::vector<Finding> examine(const DoctorOptions& options) {
   return findings;
 }
 
+std::vector<Finding> examine_together(const Context& context, DoctorOptions options) {
+  Communicator& communicator = context.communicator();
+  // The ranks of a host would disturb each other; what they exchange is tried by all of them, at the end.
+  options.exchanges = false;
+  const std::string own = to_json(examine(options));
+  auto bytes = static_cast<std::int64_t>(own.size());
+  communicator.all_reduce(reinterpret_cast<std::byte*>(&bytes), 1, DType::kInt64, ReduceOp::kMax);
+  std::string padded = own, all(static_cast<std::size_t>(bytes * context.world_size()), ' ');
+  padded.resize(static_cast<std::size_t>(bytes), ' ');
+  communicator.all_gather(std::as_bytes(std::span(padded)), std::as_writable_bytes(std::span(all)));
+  const std::int64_t wrong = count_wrong_exchanges(context, std::size_t{1} << 20);
+  if (!context.is_main()) return {};
+  std::vector<std::vector<Finding>> by_rank;
+  for (std::int64_t rank = 0; rank < context.world_size(); ++rank)
+    by_rank.push_back(
+        parse_findings(all.substr(static_cast<std::size_t>(rank * bytes), static_cast<std::size_t>(bytes))));
+  std::vector<Finding> findings = by_rank[0];
+  findings.push_back(wrong == 0 ? Finding{Verdict::kOk, "exchange", "right sums over " + context.backend()}
+                                : Finding{Verdict::kFail, "exchange",
+                                          fmt::format("{} wrong elements over {}", wrong, context.backend()),
+                                          "training would be wrong", "test the memory and network of these machines"});
+  std::vector<Finding> differences = judge_differences(by_rank);
+  if (differences.empty())
+    differences.push_back(
+        {Verdict::kOk, "ranks", fmt::format("nothing differs between the {} ranks", context.world_size())});
+  findings.insert(findings.end(), differences.begin(), differences.end());
+  // What only another rank has found wrong is said, too.
+  for (std::size_t rank = 1; rank < by_rank.size(); ++rank) {
+    for (Finding& finding : by_rank[rank]) {
+      const bool is_known = std::any_of(by_rank[0].begin(), by_rank[0].end(), [&](const Finding& first) {
+        return first.id == finding.id && first.verdict == finding.verdict;
+      });
+      if (finding.verdict == Verdict::kOk || is_known) continue;
+      finding.found = fmt::format("rank {}: {}", rank, finding.found);
+      findings.push_back(std::move(finding));
+    }
+  }
+  return findings;
+}
+
 }  // namespace fsdp

@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <fsdp/error.h>
+
 namespace fsdp {
 namespace {
 
@@ -31,6 +33,21 @@ std::string to_json(const std::vector<Finding>& findings) {
                      {"remedy", finding.remedy}});
   }
   return array.dump(2);
+}
+
+std::vector<Finding> parse_findings(const std::string& json) {
+  std::vector<Finding> findings;
+  try {
+    for (const auto& item : nlohmann::json::parse(json)) {
+      const auto name = std::find(std::begin(kVerdicts), std::end(kVerdicts), item.at("verdict").get<std::string>());
+      if (name == std::end(kVerdicts)) throw InvalidArgument("findings: no such verdict");
+      findings.push_back({static_cast<Verdict>(name - std::begin(kVerdicts)), item.at("id"), item.at("found"),
+                          item.at("why"), item.at("remedy")});
+    }
+  } catch (const nlohmann::json::exception& error) {
+    throw InvalidArgument(std::string("findings: ") + error.what());
+  }
+  return findings;
 }
 
 Verdict worst_of(const std::vector<Finding>& findings) {

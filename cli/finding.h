@@ -20,6 +20,8 @@ struct Finding {
 std::string to_text(const Finding& finding);
 // A JSON array of all of them.
 std::string to_json(const std::vector<Finding>& findings);
+// What to_json gave. Throws InvalidArgument for anything else.
+std::vector<Finding> parse_findings(const std::string& json);
 Verdict worst_of(const std::vector<Finding>& findings);
 
 }  // namespace fsdp

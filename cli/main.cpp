@@ -41,7 +41,7 @@ struct Arguments {
   std::vector<std::string> command;
   fsdp::BenchOptions bench;
   fsdp::DoctorOptions doctor;
-  bool json = false, strict = false;
+  bool json = false, strict = false, examines_ranks = false;
 };
 
 const std::vector<std::string> kBackends{"auto", "shm", "tcp"};
@@ -51,6 +51,8 @@ void add_run(CLI::App& app, Arguments& arguments) {
   run->add_option("-n,--ranks", arguments.ranks, "Number of ranks")->required()->type_name("N");
   run->add_option("--backend", arguments.backend, "How ranks share bytes (FSDP_BACKEND): auto, shm or tcp")
       ->check(CLI::IsMember(kBackends));
+  run->add_flag("--doctor", arguments.examines_ranks,
+                "In place of a program: fsdp doctor on every rank, and what differs");
   run->footer(
       "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,\n"
       "OMP_NUM_THREADS (cores / N, unless set), FSDP_RENDEZVOUS and FSDP_JOB_TOKEN; its stdin is /dev/null. The first "
@@ -92,6 +94,8 @@ void add_doctor(CLI::App& app, Arguments& arguments) {
       ->capture_default_str();
   doctor->add_option("--folder", arguments.doctor.folder, "Where checkpoints will be written")->capture_default_str();
   doctor->add_flag("--json", arguments.json, "A JSON array in place of the lines");
+  doctor->add_flag("--as-rank", arguments.examines_ranks,
+                   "As one of a launcher's ranks: rank 0 prints, and what differs");
   doctor->add_flag("--strict", arguments.strict, "A warning is a failure, too");
   doctor->footer("Exit code 0: nothing fails; 1: something does (with --strict: or warns); 2: a wrong command line.");
 }
@@ -118,7 +122,15 @@ int guarded(const std::string& subcommand, const std::function<int()>& body) {
   }
 }
 
+std::string own_path() { return std::filesystem::read_symlink("/proc/self/exe"); }
+
 int run(const Arguments& arguments) {
+  if (arguments.examines_ranks) {
+    return fsdp::run_job({.ranks = parse_ranks(arguments.ranks),
+                          .backend = arguments.backend,
+                          .command = {own_path(), "doctor", "--as-rank", "--ranks", arguments.ranks},
+                          .prefixes = false});
+  }
   if (arguments.command.empty())
     throw fsdp::InvalidArgument("no program to start; name it after --, e.g. fsdp run -n 2 -- ./train");
   return fsdp::run_job(
@@ -131,7 +143,7 @@ int bench(const Arguments& arguments, const std::vector<std::string>& words) {
     const std::string backend = arguments.backend.empty() ? "auto" : arguments.backend;
     return fsdp::bench_comm(fsdp::init({.backend = backend}), arguments.bench) == 0 ? 0 : 1;
   }
-  std::vector<std::string> command{std::filesystem::read_symlink("/proc/self/exe")};
+  std::vector<std::string> command{own_path()};
   for (std::size_t i = 0; i < words.size(); ++i) {
     const bool is_long = words[i].starts_with("--ranks"), is_short = words[i].starts_with("-n");
     if (!is_long && !is_short)
@@ -143,7 +155,10 @@ int bench(const Arguments& arguments, const std::vector<std::string>& words) {
 }
 
 int doctor(const Arguments& arguments) {
-  const std::vector<fsdp::Finding> findings = fsdp::examine(arguments.doctor);
+  const std::vector<fsdp::Finding> findings = arguments.examines_ranks
+                                                  ? fsdp::examine_together(fsdp::init(), arguments.doctor)
+                                                  : fsdp::examine(arguments.doctor);
+  if (findings.empty()) return 0;  // another rank than 0
   if (arguments.json) {
     std::printf("%s\n", fsdp::to_json(findings).c_str());
   } else {

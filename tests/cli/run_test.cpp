@@ -254,6 +254,11 @@ INSTANTIATE_TEST_SUITE_P(
         UsageCase{"ProgramBeforeSeparator", {"run", "-n", "2", "true"}, "true", "go after --"},
         UsageCase{"UnknownFlag", {"run", "-n", "2", "--nodes", "3", "--", "true"}, "--nodes", "go after --"},
         UsageCase{"UnknownBackend", {"run", "-n", "2", "--backend", "smoke", "--", "true"}, "smoke", "shm"},
+        UsageCase{"BenchOfWhat", {"bench"}, "subcommand", "--help"},
+        UsageCase{"BenchOperation", {"bench", "comm", "--operations", "smoke"}, "smoke", "--help"},
+        UsageCase{"BenchSizes", {"bench", "comm", "-b", "9", "-e", "8"}, "got 9 to 8 by 4", "expected sizes from"},
+        UsageCase{"BenchRanks", {"bench", "comm", "-n", "0"}, "-n 0", "from 1 to 1024"},
+        UsageCase{"DoctorRanks", {"doctor", "-n", "0"}, "--ranks", "--help"},
         UsageCase{"MissingProgram", {"run", "-n", "2", "--", "./no-such-program"}, "./no-such-program", "PATH"},
         UsageCase{"NotExecutable", {"run", "-n", "2", "--", "/etc/passwd"}, "/etc/passwd", "chmod +x"}),
     [](const auto& test) { return test.param.name; });
@@ -262,6 +267,45 @@ TEST(ProgramTest, SaysItsVersion) {
   const auto result = run_program({"--version"});
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_THAT(result.output, MatchesRegex("fsdp [0-9.]+ \\(LibTorch [0-9.]+\\)\n"));
+}
+
+TEST(ProgramTest, MeasuresHowRanksExchangeBytes) {
+  for (const char* backend : {"shm", "tcp"}) {
+    const auto result = run_program(
+        {"bench", "comm", "-n", "3", "--backend", backend, "-b", "8", "-e", "1K", "-f", "16", "-i", "3"});
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    const auto lines = lines_of(result.output);
+    ASSERT_EQ(lines.size(), 3U + 6 * 2) << result.output;
+    EXPECT_THAT(lines[0], HasSubstr(std::string("3 rank(s), backend ") + backend));
+    EXPECT_THAT(lines[2], HasSubstr("algbw    busbw   #wrong"));
+    for (std::size_t i = 3; i < lines.size(); ++i)
+      EXPECT_THAT(lines[i], MatchesRegex(" *[a-z_]+ +[0-9]+ +3 +[0-9.]+ +[0-9.]+ +[0-9.]+ +0")) << i;
+  }
+  const auto json = run_program(
+      {"bench", "comm", "-n", "2", "-b", "8", "-e", "8", "-i", "1", "--operations", "gather", "--json"});
+  EXPECT_EQ(json.exit_code, 0);
+  EXPECT_THAT(json.output, AllOf(StartsWith("{"), HasSubstr("\"operation\": \"gather\""), HasSubstr("\"wrong\": 0")));
+}
+
+TEST(ProgramTest, LooksForWhatIsWrongWithThisMachine) {
+  const auto good = run_program({"doctor", "-n", "2"}, {{"OMP_NUM_THREADS", "1"}});
+  EXPECT_EQ(good.exit_code, 0) << good.output;
+  EXPECT_THAT(good.output, AllOf(HasSubstr("OK   exchange_shm: right sums"), HasSubstr("OK   exchange_tcp: right sums"),
+                                 HasSubstr("OK   checkpoint_folder: "), HasSubstr(" launch: ")));
+  const auto bad = run_program({"doctor", "--json", "--folder", "/no/such/folder"}, {{"RANK", "1"}});
+  EXPECT_EQ(bad.exit_code, 1);
+  EXPECT_THAT(bad.output,
+              AllOf(StartsWith("["), HasSubstr("mkdir: No such file or directory"), HasSubstr("WORLD_SIZE unset")));
+  EXPECT_EQ(run_program({"doctor"}, {{"NCCL_P2P_DISABLE", "1"}}).exit_code, 0);
+  EXPECT_EQ(run_program({"doctor", "--strict"}, {{"NCCL_P2P_DISABLE", "1"}}).exit_code, 1);
+}
+
+// Every rank looks, and rank 0 tells what differs.
+TEST(ProgramTest, LooksOnEveryRank) {
+  const auto same = run_program({"run", "-n", "2", "--doctor"});
+  EXPECT_EQ(same.exit_code, 0) << same.output;
+  EXPECT_THAT(same.output,
+              AllOf(HasSubstr("rank 0 of 2 (from torchrun)"), HasSubstr("nothing differs between the 2 ranks")));
 }
 
 TEST(ProgramTest, ExplainsRun) {
