@@ -88,9 +88,10 @@ Context init(const InitOptions& asked) {
   const bool names_a_place = !options.init_method.empty() && options.init_method != "env://";
   const BackendChoice choice = choose_backend(options.backend, variables, self, names_a_place);
   if (choice.backend == "tcp") {
-    TcpGroup group = make_tcp_communicator(
-        tcp_place(variables, self, options.init_method, options.timeout, options.silence));
-    return Context(std::move(group.communicator), group.local_rank, group.local_world_size, choice.reason);
+    TcpPlace place = tcp_place(variables, self, options.init_method, options.timeout, options.silence);
+    const std::string reason = place.name.empty() ? choice.reason : choice.reason + "; rank 0 at " + place.name;
+    TcpGroup group = make_tcp_communicator(std::move(place));
+    return Context(std::move(group.communicator), group.local_rank, group.local_world_size, reason);
   }
   std::shared_ptr<Communicator> communicator = connect_shm(options, variables, self);
   // They have met on this host, all of them.

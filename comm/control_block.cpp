@@ -70,6 +70,12 @@ void RankStatus::set_progress(const Progress& progress) {
   words_[1].store(static_cast<std::uint64_t>(progress.saved_step + 1), std::memory_order_relaxed);
 }
 
+void RankStatus::set_awaited(int rank) {
+  words_[kWords - 1].store(static_cast<std::uint64_t>(rank + 1), std::memory_order_relaxed);
+}
+
+int RankStatus::awaited() const { return static_cast<int>(words_[kWords - 1].load(std::memory_order_relaxed)) - 1; }
+
 Progress RankStatus::progress() const {
   const auto all = words();
   return {static_cast<std::int64_t>(all[0]) - 1, static_cast<std::int64_t>(all[1]) - 1};
@@ -138,7 +144,7 @@ bool ControlBlock::abort(int culprit, std::string_view reason) noexcept {
   if (first) {
     culprit_ = culprit;
     reason_bytes_ = static_cast<std::uint32_t>(std::min(reason.size(), sizeof(reason_)));
-    std::memcpy(reason_, reason.data(), reason_bytes_);
+    reason.copy(reason_, reason_bytes_);
     abort_state_.store(AbortState::kSet);
   }
   meeting_bell.ring();

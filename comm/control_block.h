@@ -59,12 +59,14 @@ std::string describe(const Activity& activity);
 // mixture.
 class RankStatus {
  public:
-  static constexpr std::size_t kWords = 8;
+  static constexpr std::size_t kWords = 9;
 
   void set_activity(const Activity& activity);
   void set_progress(const Progress& progress);
+  void set_awaited(int rank);    // that this one waits for; -1 = none, or not known
   std::string activity() const;  // the last one
   Progress progress() const;
+  int awaited() const;
   // The same as words, to send and to take over.
   std::array<std::uint64_t, kWords> words() const;
   void set_words(std::span<const std::uint64_t, kWords> words);
@@ -72,7 +74,7 @@ class RankStatus {
  private:
   static constexpr std::size_t kLabelBytes = 40;  // the end of a longer one, which tells units apart
 
-  // Step + 1, saved step + 1, operation, label.
+  // Step + 1, saved step + 1, operation, label, awaited rank + 1.
   std::array<std::atomic<std::uint64_t>, kWords> words_{};
 };
 

@@ -49,6 +49,14 @@ class LinkMemory::LinkFetch final : public PeerMemory::Fetch {
   }
   bool is_done() const override { return missing_.load() == 0 || lost_.load() >= 0; }
   int lost() const override { return lost_; }
+  int awaited() const override {
+    const std::lock_guard lock(memory_.fetch_mutex_);
+    for (const std::uint64_t id : ids_) {
+      if (const auto expected = memory_.expected_.find(id); expected != memory_.expected_.end())
+        return expected->second.peer;
+    }
+    return -1;
+  }
 
  private:
   friend LinkMemory;

@@ -65,6 +65,7 @@ void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& 
     const auto now = Clock::now();
     if (now >= next_look) {
       check(wait.activity);
+      if (wait.fetch != nullptr) control_.slot(rank_).status.set_awaited(wait.fetch->awaited());
       next_look = now + kLookInterval;
     }
     throw_if_left(wait, now - last_ring >= kQuiet);
@@ -74,7 +75,9 @@ void PeerGroup::wait(Bell& bell, const Wait& wait, const std::function<bool()>& 
 }
 
 void PeerGroup::wait_for(const PeerMemory::Fetch& fetch, const Activity& activity) {
-  wait(control_.doorbell, {activity}, [&] { return fetch.is_done(); });
+  RankStatus& status = control_.slot(rank_).status;
+  wait(control_.doorbell, {.activity = activity, .fetch = &fetch}, [&] { return fetch.is_done(); });
+  if (status.awaited() >= 0) status.set_awaited(-1);
   if (fetch.lost() < 0) return;
   check(activity);  // names one that died
   fail(activity, fetch.lost(),
@@ -129,19 +132,33 @@ void PeerGroup::throw_if_left(const Wait& wait, bool quiet) const {
 
 bool PeerGroup::has_left(int rank) const { return control_.slot(rank).presence.load() == Presence::kLeft; }
 
+bool PeerGroup::is_awaited(const Wait& wait, int rank) const {
+  if (rank == rank_) return false;
+  if (wait.fetch != nullptr) return wait.fetch->awaited() == rank;
+  return wait.meeting == 0 || control_.slot(rank).arrived.load() < wait.meeting;
+}
+
+// "rank 2 (pid 7), last in reduce of layers.3, where it waits for rank 1 (pid 6), last in step 41"
+std::string PeerGroup::state_of(int rank) const {
+  std::string text = fmt::format("{}, last in {}{}", name_of_rank(rank), last_of(rank),
+                                 has_left(rank) ? ", has left" : "");
+  const int awaited = control_.slot(rank).status.awaited();
+  if (awaited < 0 || awaited >= world_size() || awaited == rank_ || awaited == rank) return text;
+  return text + fmt::format(", where it waits for {}, last in {}", name_of_rank(awaited), last_of(awaited));
+}
+
 void PeerGroup::fail_for_timeout(const Wait& wait) const {
   std::vector<std::string> missing;
   int culprit = -1;
   for (int peer = 0; peer < world_size(); ++peer) {
-    const RankSlot& slot = control_.slot(peer);
-    const bool came = wait.meeting != 0 && slot.arrived.load() >= wait.meeting;
-    if (peer == rank_ || came) continue;
+    if (!is_awaited(wait, peer)) continue;
     if (culprit < 0) culprit = peer;
-    missing.push_back(
-        fmt::format("{}, last in {}{}", name_of_rank(peer), last_of(peer), has_left(peer) ? ", has left" : ""));
+    missing.push_back(state_of(peer));
   }
   const auto seconds = std::chrono::duration<double>(timeout_).count();
-  const std::string_view absent = wait.meeting != 0 ? "did not come" : "may be at fault";
+  const std::string_view absent = wait.meeting != 0       ? "did not come"
+                                  : wait.fetch != nullptr ? "did not answer"
+                                                          : "may be at fault";
   fail(wait.activity, culprit,
        fmt::format(
            "{} timed out on rank {} after {} s; {}: {}; a rank may be stuck, or make other calls than its peers; {}",

@@ -50,6 +50,7 @@ class PeerGroup {
   struct Wait {
     Activity activity;
     std::uint64_t meeting = 0;
+    const PeerMemory::Fetch* fetch = nullptr;
   };
 
   void wait(Bell& bell, const Wait& wait, const std::function<bool()>& ready) const;
@@ -60,6 +61,8 @@ class PeerGroup {
   [[noreturn]] void fail_for_timeout(const Wait& wait) const;
   std::string name_of_rank(int rank) const;
   std::string last_of(int rank) const;
+  std::string state_of(int rank) const;
+  bool is_awaited(const Wait& wait, int rank) const;
   std::string remedy() const;
 
   PeerMemory& memory_;

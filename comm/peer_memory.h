@@ -49,6 +49,7 @@ class PeerMemory {
     virtual ~Fetch() = default;
     virtual bool is_done() const = 0;  // all of it has come, or cannot come any more
     virtual int lost() const = 0;      // a rank that is gone and had something of it; -1 = none
+    virtual int awaited() const = 0;   // a rank that something is still to come from; -1 = none
   };
   // Never waits; the doorbell rings when it is done. REQUIRES copies of parts that are null here.
   virtual std::unique_ptr<Fetch> fetch(std::span<const PeerCopy> copies) = 0;

@@ -175,11 +175,14 @@ struct Entrance {
 // Goes to rank 0 until it is there. Sets the token that holds there.
 Entrance enter(TcpPlace& place, Clock::time_point deadline) {
   bool was_answered = false;
+  std::string tried = "nothing, as no address was found there";
   while (Clock::now() < deadline) {
     const std::optional<TcpSpot> spot = place.find();
     for (std::size_t i = 0; spot && i < spot->addresses.size(); ++i) {
       const auto end = place.may_be_stale ? std::min(deadline, Clock::now() + kPatience) : deadline;
-      auto link = connect_to(spot->addresses[i], end);
+      auto link = connect_to(spot->addresses[i], end, place.own);
+      tried = fmt::format("{} from {}", spot->addresses[i].to_string(),
+                          place.own ? place.own->host() : source_towards(spot->addresses[i]));
       if (!link) continue;
       TcpAddress address = local_address(*link);
       address.set_port(0);
@@ -204,12 +207,11 @@ Entrance enter(TcpPlace& place, Clock::time_point deadline) {
             place.name, place.rank),
         0);
   }
-  throw CommunicationError(
-      fmt::format(
-          "rendezvous at {}: rank {} met no rank 0 within {} s; start rank 0 there, see that no firewall keeps this "
-          "host out, or raise InitOptions::timeout",
-          place.name, place.rank, seconds_of(place.timeout)),
-      0);
+  throw CommunicationError(fmt::format("rendezvous at {}: rank {} met no rank 0 within {} s (tried {}); start rank 0 "
+                                       "there, see that no firewall keeps this "
+                                       "host out, or raise InitOptions::timeout",
+                                       place.name, place.rank, seconds_of(place.timeout), tried),
+                           0);
 }
 
 std::vector<TableEntry> hear_answer(const UniqueFd& link, const TcpPlace& place, Clock::time_point deadline) {
@@ -250,7 +252,7 @@ void connect_to_lower(const TcpPlace& place, const std::vector<TableEntry>& tabl
       UniqueFd& socket = lane_of(sockets[index], lane);
       if (socket) continue;
       const TcpAddress& address = table[index].address;
-      auto connection = connect_to(address, deadline);
+      auto connection = connect_to(address, deadline, place.own);
       if (!connection || !greet(*connection, place.token, greeting_of(place, lane, port), deadline)) {
         throw CommunicationError(
             fmt::format(

@@ -31,8 +31,9 @@ struct TcpPlace {
   std::chrono::milliseconds timeout{}, silence{};
   // Asked before each try, from rank 1 on; none where it is not known yet.
   std::function<std::optional<TcpSpot>()> find = {};
-  bool may_be_stale = false;  // what is found may be an earlier job's: who answers wrongly there is not rank 0
-  UniqueFd listener = {};     // rank 0's, with the token that it wants to see
+  std::optional<TcpAddress> own = {};  // that this rank goes out from and listens at; else the one that leads to rank 0
+  bool may_be_stale = false;           // what is found may be an earlier job's: who answers wrongly there is not rank 0
+  UniqueFd listener = {};              // rank 0's, with the token that it wants to see
   JobToken token{};
 };
 

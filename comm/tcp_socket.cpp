@@ -205,8 +205,21 @@ UniqueFd listen_at(const TcpAddress& address) {
   return socket;
 }
 
-std::optional<UniqueFd> connect_to(const TcpAddress& address, Clock::time_point deadline) {
+std::string source_towards(const TcpAddress& address) {
+  // Connecting a datagram socket sends nothing; it asks for the route.
+  const UniqueFd socket(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!socket || ::connect(socket.get(), raw(address), address.bytes) != 0) return {};
+  return local_address(socket).host();
+}
+
+std::optional<UniqueFd> connect_to(const TcpAddress& address, Clock::time_point deadline,
+                                   const std::optional<TcpAddress>& own) {
   UniqueFd socket = make_socket(address);
+  if (own && own->storage.ss_family == address.storage.ss_family) {
+    TcpAddress from = *own;
+    from.set_port(0);
+    if (::bind(socket.get(), raw(from), from.bytes) != 0) throw_errno("bind to " + from.host());
+  }
   int error = ::connect(socket.get(), raw(address), address.bytes) == 0 ? 0 : errno;
   if (error == EINPROGRESS) {
     if (!wait_for(socket, POLLOUT, deadline)) return std::nullopt;
@@ -216,8 +229,7 @@ std::optional<UniqueFd> connect_to(const TcpAddress& address, Clock::time_point 
   if (nobody_is_there(error)) return std::nullopt;
   if (error != 0) throw std::system_error(error, std::generic_category(), "connect to " + address.to_string());
   // Where nobody listens on a port that the system hands out, a socket may be given that very port and meet itself.
-  const TcpAddress own = local_address(socket);
-  if (own.bytes == address.bytes && own.to_string() == address.to_string()) return std::nullopt;
+  if (local_address(socket).to_string() == address.to_string()) return std::nullopt;
   return without_delay(std::move(socket));
 }
 

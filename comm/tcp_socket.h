@@ -40,8 +40,12 @@ TcpAddress own_address(const std::string& interface);
 // a port that is in use, with its holder, or an address that is not of this machine.
 UniqueFd listen_at(const TcpAddress& address);
 
-// Nothing if nobody listens there, or no answer comes before `deadline`. Throws std::system_error for any other fault.
-std::optional<UniqueFd> connect_to(const TcpAddress& address, std::chrono::steady_clock::time_point deadline);
+// Nothing if nobody listens there, or no answer comes before `deadline`. From `own` if it is given (its port does not
+// count). Throws std::system_error for any other fault.
+std::optional<UniqueFd> connect_to(const TcpAddress& address, std::chrono::steady_clock::time_point deadline,
+                                   const std::optional<TcpAddress>& own = std::nullopt);
+// This host's address on the way there, for messages; empty where there is no way.
+std::string source_towards(const TcpAddress& address);
 
 // A connection that waits; none if there is none.
 std::optional<UniqueFd> accept_from(const UniqueFd& listener);

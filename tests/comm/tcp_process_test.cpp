@@ -56,7 +56,8 @@ TEST_F(TcpProcessTest, RanksAreOfOneHostWhereverTheyMeet) {
            std::to_string(context.local_world_size());
   };
   for (const int rank : {0, 1, 2}) start(rank, 3, body);
-  for (const int rank : {0, 1, 2}) EXPECT_EQ(outcome(rank), "tcp FSDP_BACKEND " + std::to_string(rank) + "/3");
+  for (const int rank : {0, 1, 2})
+    EXPECT_EQ(outcome(rank), "tcp FSDP_BACKEND; rank 0 at " + here() + " " + std::to_string(rank) + "/3");
 }
 
 TEST_F(TcpProcessTest, AMissingRankIsNamedToAllThatCame) {
