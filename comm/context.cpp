@@ -1,6 +1,7 @@
 #include <fsdp/context.h>
 
 #include <charconv>
+#include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
@@ -10,6 +11,7 @@
 
 #include "comm/backend_choice.h"
 #include "comm/launch_environment.h"
+#include "comm/pulse.h"
 #include "comm/shm_communicator.h"
 #include "comm/tcp_communicator.h"
 #include "comm/tcp_rendezvous.h"
@@ -30,8 +32,7 @@ void take_seconds(const Variables& variables, const char* name, std::chrono::mil
 }
 
 InitOptions resolve(InitOptions options, const Variables& variables) {
-  const auto method = variables.find("FSDP_INIT_METHOD");
-  if (options.init_method.empty() && method != variables.end()) options.init_method = method->second;
+  if (options.init_method.empty()) options.init_method = value_or(variables, "FSDP_INIT_METHOD", "");
   take_seconds(variables, "FSDP_TIMEOUT", options.timeout);
   take_seconds(variables, "FSDP_SILENCE", options.silence);
   return options;
@@ -42,9 +43,11 @@ void check_options(const InitOptions& options, const LaunchIdentity& self) {
     throw InvalidArgument(
         fmt::format("InitOptions::timeout: expected a positive time, got {} ms", options.timeout.count()));
   }
-  if (options.silence.count() < 0) {
-    throw InvalidArgument(
-        fmt::format("InitOptions::silence: expected a time of at least 0, got {} ms", options.silence.count()));
+  if (options.silence.count() != 0 && options.silence < kShortestSilence) {
+    throw InvalidArgument(fmt::format(
+        "InitOptions::silence: expected at least {} ms, as a healthy rank may be late by a beat or two, or 0 "
+        "for never, got {} ms",
+        kShortestSilence.count(), options.silence.count()));
   }
   if (self.world_size <= kMaxWorldSize) return;
   throw InvalidArgument(fmt::format("expected at most {} ranks, got {}; start fewer, with more threads each",
@@ -66,21 +69,7 @@ std::shared_ptr<Communicator> connect_shm(const InitOptions& options, const Vari
   return make_shm_communicator({socket.path, socket.create_directory, self.rank, self.world_size, options.timeout});
 }
 
-}  // namespace
-
-Context::Context(std::shared_ptr<Communicator> communicator, int local_rank, int local_world_size,
-                 std::string backend_reason)
-    : communicator_(std::move(communicator)),
-      local_rank_(local_rank),
-      local_world_size_(local_world_size),
-      backend_reason_(std::move(backend_reason)) {}
-
-double Context::mean(double value) const {
-  communicator_->all_reduce(reinterpret_cast<std::byte*>(&value), 1, DType::kFloat64, ReduceOp::kSum);
-  return value / world_size();
-}
-
-Context init(const InitOptions& asked) {
+Context meet(const InitOptions& asked) {
   const Variables variables = process_variables();
   const InitOptions options = resolve(asked, variables);
   const LaunchIdentity self = identify(variables, options.rank, options.world_size);
@@ -97,6 +86,29 @@ Context init(const InitOptions& asked) {
   // They have met on this host, all of them.
   return Context(std::move(communicator), self.local_rank == -1 ? self.rank : self.local_rank,
                  self.local_rank == -1 ? self.world_size : self.local_world_size, choice.reason);
+}
+
+}  // namespace
+
+Context::Context(std::shared_ptr<Communicator> communicator, int local_rank, int local_world_size,
+                 std::string backend_reason)
+    : communicator_(std::move(communicator)),
+      local_rank_(local_rank),
+      local_world_size_(local_world_size),
+      backend_reason_(std::move(backend_reason)) {}
+
+double Context::mean(double value) const {
+  communicator_->all_reduce(reinterpret_cast<std::byte*>(&value), 1, DType::kFloat64, ReduceOp::kSum);
+  return value / world_size();
+}
+
+Context init(const InitOptions& asked) {
+  try {
+    return meet(asked);
+  } catch (const std::system_error& error) {
+    throw CommunicationError(
+        fmt::format("init: {}; check the network of this host and its limits (ulimit -n)", error.what()));
+  }
 }
 
 }  // namespace fsdp

@@ -10,6 +10,7 @@
 
 #include <fsdp/error.h>
 
+#include "comm/private_file.h"
 #include "comm/unique_fd.h"
 
 namespace fsdp {
@@ -37,7 +38,7 @@ std::string read_private_file(const std::string& path) {
     throw InvalidArgument(fmt::format("FSDP_JOB_TOKEN_FILE: cannot open {}: {}; {} and keep it in a file of mode 600",
                                       path, std::generic_category().message(errno), kRemedy));
   }
-  if (!S_ISREG(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) {
+  if (!S_ISREG(status.st_mode) || !is_private(status)) {
     throw InvalidArgument(
         fmt::format("FSDP_JOB_TOKEN_FILE: expected {} to be a file of this user that nobody else can read, got mode "
                     "{:o} of user {}; chmod 600 it",

@@ -112,11 +112,6 @@ LaunchIdentity identify_explicitly(int rank, int world_size) {
   return {rank, world_size, rank, world_size};  // no launcher speaks, so all ranks are here
 }
 
-std::string value_or(const Variables& variables, const char* name, const char* fallback) {
-  const auto it = variables.find(name);
-  return it == variables.end() || it->second.empty() ? fallback : it->second;
-}
-
 std::string job_of(const Variables& variables, const std::vector<const char*>& names) {
   if (names.empty() || value_or(variables, names.front(), "").empty()) return {};
   std::vector<std::string> values;
@@ -186,6 +181,11 @@ Variables process_variables() {
     if (equals != std::string_view::npos) variables.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   return variables;
+}
+
+std::string value_or(const Variables& variables, const char* name, const char* fallback) {
+  const auto it = variables.find(name);
+  return it == variables.end() || it->second.empty() ? fallback : it->second;
 }
 
 LaunchIdentity identify(const Variables& variables, int rank, int world_size) {

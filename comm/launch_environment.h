@@ -12,6 +12,9 @@ using Variables = std::map<std::string, std::string>;
 // The variables of this process.
 Variables process_variables();
 
+// One that is set to nothing counts as not set.
+std::string value_or(const Variables& variables, const char* name, const char* fallback);
+
 struct LaunchIdentity {
   int rank = 0, world_size = 1;
   int local_rank = 0, local_world_size = 1;  // among the ranks of this host; -1: the launcher does not say

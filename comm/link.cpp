@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <system_error>
 
 #include <fmt/format.h>
 #include <sys/epoll.h>
@@ -11,6 +10,8 @@
 #include <sys/uio.h>
 
 #include <fsdp/error.h>
+
+#include "comm/system_call.h"
 
 namespace fsdp {
 namespace {
@@ -33,8 +34,7 @@ iovec to_iovec(std::span<const std::byte> bytes) { return {const_cast<std::byte*
 Link::Link(UniqueFd socket, int peer, Lane lane, int epoll, std::uint64_t tag)
     : peer_(peer), lane_(lane), epoll_(epoll), tag_(tag), socket_(std::move(socket)) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = tag_}};
-  if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, socket_.get(), &event) != 0)
-    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  check_call(::epoll_ctl(epoll_, EPOLL_CTL_ADD, socket_.get(), &event), "epoll_ctl");
 }
 
 void Link::send(OutgoingFrame frame) {
@@ -48,11 +48,6 @@ void Link::send(OutgoingFrame frame) {
 void Link::flush() {
   const std::lock_guard lock(mutex_);
   if (socket_) send_some();
-}
-
-bool Link::is_flushed() const {
-  const std::lock_guard lock(mutex_);
-  return waiting_.empty();
 }
 
 bool Link::is_open() const {
@@ -129,7 +124,7 @@ void Link::receive(FrameHandler& handler) {
       turn += got_ > begin ? got_ - begin : 1;
       take_if_whole(handler);
     }
-  } catch (const InvalidArgument& error) {
+  } catch (const std::exception& error) {  // what no rank sends, or no memory to take it
     close();
     handler.lose(peer_, error.what());
   }

@@ -44,7 +44,6 @@ class Link {
 
   // Any thread; never waits. What the socket does not take is sent by flush(). Dropped once the link is closed.
   void send(OutgoingFrame frame);
-  bool is_flushed() const;
   // No frame goes out after those that wait; the peer sees the end.
   void finish();
   void sever();  // nothing goes in or out any more

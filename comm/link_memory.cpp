@@ -4,7 +4,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <system_error>
 #include <thread>
@@ -20,22 +19,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kStopped{3};   // between two ticks: this process did not run
 constexpr std::chrono::seconds kFarewell{2};  // for the last frames of a rank that ends
 
 std::vector<std::byte> to_bytes(const void* data, std::size_t bytes) {
   const auto* begin = static_cast<const std::byte*>(data);
   return {begin, begin + bytes};
-}
-
-// By a debugger, as the kernel tells.
-bool is_traced() {
-  constexpr std::string_view kKey = "TracerPid:";
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with(kKey)) return line.find_first_of("123456789", kKey.size()) != std::string::npos;
-  }
-  return false;
 }
 
 }  // namespace
@@ -76,8 +64,7 @@ LinkMemory::LinkMemory(std::vector<PeerSockets> sockets, const Options& options)
                                     /*mirrored=*/true)),
       staging_{.bytes = 2 * kStagingBytes, .parts = std::vector<std::byte*>(options.processes.size())},
       peers_(options.processes.size()),
-      pulses_(options.processes.size(), Pulse{.last_heard = Clock::now()}),
-      last_tick_(Clock::now()),
+      pulses_(options.processes.size(), options.silence, Clock::now()),
       service_(std::move(sockets), *this) {
   staging_.parts[static_cast<std::size_t>(rank_)] = control_.staging(rank_);
   for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -124,6 +111,16 @@ std::shared_ptr<const PeerRegion> LinkMemory::collect_parts(std::size_t bytes, b
   return region;
 }
 
+// A rank without the memory for a few words is at its end: its peers see that at once, rather than wait for the words.
+template <class Tell>
+void LinkMemory::tell_or_sever(const Tell& tell) noexcept {
+  try {
+    tell();
+  } catch (const std::bad_alloc&) {
+    service_.sever();
+  }
+}
+
 // A board is posted to and never asked for, so its memory goes with this rank's handle.
 void LinkMemory::release(std::uint64_t id) noexcept {
   {
@@ -134,8 +131,10 @@ void LinkMemory::release(std::uint64_t id) noexcept {
       drop_holder(region, rank_);
     }
   }
-  service_.send_to_all({.header = {.kind = FrameKind::kRelease, .a = id}});
-  tell_done();
+  tell_or_sever([&] {
+    service_.send_to_all({.header = {.kind = FrameKind::kRelease, .a = id}});
+    tell_done();
+  });
 }
 
 void LinkMemory::drop_holder(std::map<std::uint64_t, Region>::iterator region, int rank) {
@@ -197,22 +196,25 @@ void LinkMemory::announce_words(const PeerRegion& region, int index, std::span<c
 }
 
 void LinkMemory::announce_abort() noexcept {
-  try {
+  tell_or_sever([&] {
     const std::string_view reason = control_.reason();
     service_.send_to_all({.header = {.kind = FrameKind::kAbort, .a = static_cast<std::uint64_t>(control_.culprit())},
                           .own = to_bytes(reason.data(), reason.size())});
-  } catch (const std::bad_alloc&) {  // the peers see that this rank ends
-  }
+  });
 }
 
-void LinkMemory::announce_leave() noexcept { service_.send_to_all({.header = {.kind = FrameKind::kLeave}}); }
+void LinkMemory::announce_leave() noexcept {
+  tell_or_sever([&] { service_.send_to_all({.header = {.kind = FrameKind::kLeave}}); });
+}
 
 void LinkMemory::end_collective() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    ended_meeting_ = control_.slot(rank_).arrived.load();
-  }
-  tell_done();
+  tell_or_sever([&] {
+    {
+      const std::lock_guard lock(mutex_);
+      ended_meeting_ = control_.slot(rank_).arrived.load();
+    }
+    tell_done();
+  });
 }
 
 std::vector<int> LinkMemory::ended() const {
@@ -227,7 +229,7 @@ std::vector<int> LinkMemory::ended() const {
 ssize_t LinkMemory::receive_reply(int socket, int peer, const FrameHeader& header, std::size_t got) {
   constexpr std::size_t kPart = std::size_t{256} << 10;  // received under the lock at once
   const std::size_t bytes = std::min<std::size_t>(header.payload_bytes - got, kPart);
-  pulses_[static_cast<std::size_t>(peer)].last_heard = Clock::now();
+  pulses_.hear(peer, Clock::now());
   const std::lock_guard lock(fetch_mutex_);
   const auto expected = expected_.find(header.a);
   if (expected == expected_.end()) {  // withdrawn
@@ -240,7 +242,7 @@ ssize_t LinkMemory::receive_reply(int socket, int peer, const FrameHeader& heade
 }
 
 void LinkMemory::take(int peer, const FrameHeader& header, std::span<const std::byte> payload) {
-  pulses_[static_cast<std::size_t>(peer)].last_heard = Clock::now();
+  pulses_.hear(peer, Clock::now());
   switch (header.kind) {
     case FrameKind::kArrival: return take_arrival(peer, header.a, payload);
     case FrameKind::kWords: return take_words(peer, header.a, header.b, payload);
@@ -272,7 +274,7 @@ void LinkMemory::take(int peer, const FrameHeader& header, std::span<const std::
       std::array<std::uint64_t, RankStatus::kWords> words;
       std::memcpy(words.data(), payload.data(), payload.size());
       control_.slot(peer).status.set_words(words);
-      pulses_[static_cast<std::size_t>(peer)].is_traced = header.a != 0;
+      pulses_.set_traced(peer, header.a != 0);
       return;
     }
     case FrameKind::kRequest: return answer(peer, header, payload);
@@ -367,11 +369,7 @@ void LinkMemory::lose(int peer, std::string_view why) {
 
 void LinkMemory::tick() {
   const auto now = Clock::now();
-  // Who was stopped itself has heard nobody for as long.
-  if (now - last_tick_ > kStopped) {
-    for (Pulse& pulse : pulses_) pulse.last_heard = now;
-  }
-  last_tick_ = now;
+  pulses_.tick(now);
   const auto words = control_.slot(rank_).status.words();
   service_.send_to_all(
       {.header = {.kind = FrameKind::kBeat, .a = is_traced() ? 1U : 0U}, .own = to_bytes(words.data(), sizeof(words))});
@@ -379,8 +377,7 @@ void LinkMemory::tick() {
 }
 
 void LinkMemory::lose_if_silent(int peer, Clock::time_point now) {
-  const Pulse& pulse = pulses_[static_cast<std::size_t>(peer)];
-  if (peer == rank_ || silence_.count() == 0 || pulse.is_traced || now - pulse.last_heard < silence_) return;
+  if (peer == rank_ || !pulses_.is_silent(peer, now)) return;
   {
     const std::lock_guard lock(mutex_);
     const Peer& state = peers_[static_cast<std::size_t>(peer)];

@@ -17,6 +17,7 @@
 #include "comm/link_service.h"
 #include "comm/mapped_memory.h"
 #include "comm/peer_memory.h"
+#include "comm/pulse.h"
 
 namespace fsdp {
 
@@ -68,10 +69,6 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
     bool is_done = false;  // wants nothing of this rank any more
     bool is_told = false;  // it leaves, and has been told that this rank is done with it
   };
-  struct Pulse {  // the serving thread's
-    std::chrono::steady_clock::time_point last_heard;
-    bool is_traced = false;  // a debugger may stop it for any time
-  };
 
   ssize_t receive_reply(int socket, int peer, const FrameHeader& header, std::size_t got) override;
   void take(int peer, const FrameHeader& header, std::span<const std::byte> payload) override;
@@ -86,6 +83,8 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
   void answer(int peer, const FrameHeader& request, std::span<const std::byte> payload);
   void finish_reply(std::uint64_t id);
   void lose_if_silent(int peer, std::chrono::steady_clock::time_point now);
+  template <class Tell>
+  void tell_or_sever(const Tell& tell) noexcept;
   void tell_done();
   void stay_until_done();
   void ring();
@@ -108,8 +107,7 @@ class LinkMemory final : public PeerMemory, private FrameHandler {
   std::unordered_map<std::uint64_t, Expected> expected_;
   std::uint64_t next_id_ = 1;
 
-  std::vector<Pulse> pulses_;  // by rank
-  std::chrono::steady_clock::time_point last_tick_;
+  Pulses pulses_;  // the serving thread's
 
   LinkService service_;  // last: its thread uses all of the above
 };

@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <system_error>
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
+
+#include "comm/pulse.h"
+#include "comm/system_call.h"
 
 namespace fsdp {
 namespace {
@@ -15,12 +16,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
-constexpr std::chrono::seconds kTick{1};
 
-UniqueFd require_fd(int fd, const char* call) {
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), call);
-  return UniqueFd(fd);
-}
+UniqueFd require_fd(int fd, const char* call) { return UniqueFd(check_call(fd, call)); }
 
 }  // namespace
 
@@ -29,8 +26,7 @@ LinkService::LinkService(std::vector<PeerSockets> sockets, FrameHandler& handler
       epoll_(require_fd(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wake_(require_fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWakeTag}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
-    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  check_call(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event), "epoll_ctl");
   for (std::size_t rank = 0; rank < sockets.size(); ++rank) {
     for (const Lane lane : {Lane::kControl, Lane::kBulk}) {
       UniqueFd& socket = lane == Lane::kControl ? sockets[rank].control : sockets[rank].bulk;
@@ -86,7 +82,7 @@ void LinkService::finish(std::chrono::milliseconds limit) {
 void LinkService::loop() {
   ::prctl(PR_SET_NAME, "fsdp-links");
   std::array<epoll_event, 64> events;
-  auto next_tick = Clock::now() + kTick;
+  auto next_tick = Clock::now() + kBeatInterval;
   while (!stopping_) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick - Clock::now()).count();
     const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
@@ -100,7 +96,7 @@ void LinkService::loop() {
     }
     if (Clock::now() < next_tick) continue;
     handler_.tick();
-    next_tick = Clock::now() + kTick;
+    next_tick = Clock::now() + kBeatInterval;
   }
 }
 

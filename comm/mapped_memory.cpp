@@ -2,14 +2,13 @@
 
 #include <cerrno>
 #include <limits>
-#include <system_error>
 
 #include <sys/mman.h>
 
+#include "comm/system_call.h"
+
 namespace fsdp {
 namespace {
-
-[[noreturn]] void throw_errno(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
 std::size_t page_bytes() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
 

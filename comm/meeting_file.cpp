@@ -10,6 +10,8 @@
 
 #include <fsdp/error.h>
 
+#include "comm/private_file.h"
+
 namespace fsdp {
 namespace {
 
@@ -88,7 +90,7 @@ std::optional<MeetingFile> read_meeting_file(const std::filesystem::path& path) 
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) return std::nullopt;
-  if (!S_ISREG(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) return std::nullopt;
+  if (!S_ISREG(status.st_mode) || !is_private(status)) return std::nullopt;
   std::string text(kMaxMeetingFileBytes + 1, '\0');
   const ssize_t bytes = ::read(fd.get(), text.data(), text.size());
   if (bytes < 0) return std::nullopt;

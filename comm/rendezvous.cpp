@@ -8,12 +8,10 @@
 #include <thread>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/syscall.h>
 
-#include <fsdp/error.h>
-
+#include "comm/meeting_error.h"
 #include "comm/unix_socket.h"
 
 namespace fsdp {
@@ -55,7 +53,9 @@ bool send_patiently(const UniqueFd& link, std::string_view bytes, std::span<cons
   return sent == Sent::kYes;
 }
 
-double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); }
+MeetingTerms terms_of(const MeetingPlace& place) { return {place.socket.string(), place.world_size, place.timeout}; }
+
+constexpr const char* kRemedy = "start every rank on this host with the same FSDP_RENDEZVOUS or MASTER_PORT";
 
 // Rank 0's side: the guests that have said who they are, and the strangers that have not.
 class Host {
@@ -68,12 +68,12 @@ class Host {
     const auto deadline = Clock::now() + place_.timeout;
     try {
       while (arrived_ < place_.world_size - 1) {
-        if (Clock::now() >= deadline) throw CommunicationError(missing_text(), missing().front());
+        if (Clock::now() >= deadline) throw ranks_are_missing(terms_of(place_), missing(), "", kRemedy);
         wait_for_news(deadline);
         while (auto connection = door_.accept()) strangers_.push_back(std::move(*connection));
         for (UniqueFd& stranger : strangers_) hear(stranger, meeting);
         std::erase_if(strangers_, [](const UniqueFd& fd) { return !fd; });
-        for (int rank = 1; rank < place_.world_size; ++rank) throw_if_gone(rank);
+        for (int rank = 1; rank < place_.world_size; ++rank) throw_if_gone(rank, meeting);
       }
     } catch (const Error& error) {
       refuse_all(error.what());
@@ -118,18 +118,17 @@ class Host {
     const bool valid = hello.protocol == kProtocol && hello.world_size == place_.world_size && hello.rank > 0 &&
                        rank < count();
     if (!valid || guests_[rank]) {
-      const std::string reason =
-          valid ? fmt::format(
-                      "rendezvous: two processes say that they are rank {}: pid {} and pid {}; give each its own RANK",
-                      rank, meeting.control->slot(hello.rank).pid, hello.pid)
-                : fmt::format(
-                      "rendezvous: expected protocol {}, world size {} and a rank in [1, {}), got {}, {} and {} from "
-                      "pid {}; "
-                      "start all ranks with the same build and the same WORLD_SIZE",
-                      kProtocol, place_.world_size, place_.world_size, hello.protocol, hello.world_size, hello.rank,
-                      hello.pid);
-      send_message(stranger, kRefusal + reason, {});
-      throw InvalidArgument(reason, hello.rank);
+      const InvalidArgument error =
+          valid ? two_are_one_rank(hello.rank, process_text(meeting.control->slot(hello.rank).pid, ""),
+                                   process_text(hello.pid, ""))
+                : InvalidArgument(fmt::format("rendezvous: expected protocol {}, world size {} and a rank in [1, {}), "
+                                              "got {}, {} and {} from pid {}; start all ranks with the same build and "
+                                              "the same WORLD_SIZE",
+                                              kProtocol, place_.world_size, place_.world_size, hello.protocol,
+                                              hello.world_size, hello.rank, hello.pid),
+                                  hello.rank);
+      send_message(stranger, kRefusal + std::string(error.what()), {});
+      throw error;
     }
     meeting.control->slot(hello.rank).pid = hello.pid;
     meeting.processes[rank] = std::move(process);
@@ -137,14 +136,13 @@ class Host {
     ++arrived_;
   }
 
-  void throw_if_gone(int rank) {
+  void throw_if_gone(int rank, Meeting& meeting) {
     const UniqueFd& guest = guests_[static_cast<std::size_t>(rank)];
     if (!guest) return;
     try {
       receive_message(guest);
     } catch (const std::system_error&) {
-      throw CommunicationError(
-          fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
+      throw ended_early(rank, process_text(meeting.control->slot(rank).pid, ""));
     }
   }
 
@@ -154,14 +152,6 @@ class Host {
       if (!guests_[static_cast<std::size_t>(rank)]) ranks.push_back(rank);
     }
     return ranks;
-  }
-
-  std::string missing_text() const {
-    return fmt::format(
-        "rendezvous at {}: {} of {} ranks came within {} s, missing: rank {}; start them on this host with the same "
-        "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
-        place_.socket.string(), arrived_ + 1, place_.world_size, seconds_of(place_.timeout),
-        fmt::join(missing(), ", "));
   }
 
   void refuse_all(const std::string& reason) {
@@ -192,8 +182,7 @@ Meeting host(const MeetingPlace& place) {
   fds.push_back(control.get());
   for (int rank = 1; rank < place.world_size; ++rank) {
     if (send_patiently(meeting.links[static_cast<std::size_t>(rank)], {&kWelcome, 1}, fds)) continue;
-    throw CommunicationError(
-        fmt::format("rendezvous: rank {} ended before all ranks were there; see its own output", rank), rank);
+    throw ended_early(rank, process_text(meeting.control->slot(rank).pid, ""));
   }
   return meeting;
 }
@@ -208,11 +197,7 @@ UniqueFd knock(const MeetingPlace& place, Clock::time_point deadline) {
     if (Clock::now() >= deadline) break;
     std::this_thread::sleep_for(kRetryInterval);
   }
-  throw CommunicationError(
-      fmt::format("rendezvous at {}: rank {} met no rank 0 within {} s; start rank 0 on this host with the same "
-                  "FSDP_RENDEZVOUS or MASTER_PORT, or raise InitOptions::timeout",
-                  place.socket.string(), place.rank, seconds_of(place.timeout)),
-      0);
+  throw met_no_rank_0(terms_of(place), place.rank, "", kRemedy);
 }
 
 Message hear_answer(const UniqueFd& link, const MeetingPlace& place, Clock::time_point deadline) {
@@ -223,16 +208,10 @@ Message hear_answer(const UniqueFd& link, const MeetingPlace& place, Clock::time
       if (auto message = receive_message(link)) return std::move(*message);
     } catch (const std::system_error& error) {
       if (error.code() != std::errc::connection_reset) throw;
-      throw CommunicationError(
-          fmt::format("rendezvous at {}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
-                      place.socket.string(), place.rank),
-          0);
+      throw rank_0_ended(terms_of(place), place.rank);
     }
   }
-  throw CommunicationError(
-      fmt::format("rendezvous at {}: rank 0 did not answer rank {} within {} s; another rank may be missing",
-                  place.socket.string(), place.rank, seconds_of(place.timeout)),
-      0);
+  throw rank_0_did_not_answer(terms_of(place), place.rank);
 }
 
 Meeting visit(const MeetingPlace& place) {
@@ -247,7 +226,7 @@ Meeting visit(const MeetingPlace& place) {
   send_patiently(link, {reinterpret_cast<const char*>(&hello), sizeof(hello)},
                  {&fd, 1});  // if closed, so is the answer
   Message answer = hear_answer(link, place, deadline);
-  if (answer.bytes[0] == kRefusal) throw CommunicationError("refused by rank 0: " + answer.bytes.substr(1), 0);
+  if (answer.bytes[0] == kRefusal) throw refused_by_rank_0(answer.bytes.substr(1));
   if (answer.bytes[0] != kWelcome || answer.fds.size() != static_cast<std::size_t>(place.world_size) + 1) {
     throw CommunicationError(
         fmt::format("rendezvous at {}: rank 0's answer is of another version", place.socket.string()), 0);

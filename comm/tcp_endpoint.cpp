@@ -11,11 +11,6 @@ namespace {
 
 constexpr std::string_view kTcp = "tcp://", kFile = "file://", kEnvironment = "env://";
 
-std::string value_or_empty(const Variables& variables, const char* name) {
-  const auto it = variables.find(name);
-  return it == variables.end() ? "" : it->second;
-}
-
 std::uint16_t to_port(std::string_view text, std::string_view where) {
   std::uint16_t port = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
@@ -80,15 +75,15 @@ TcpEndpoint tcp_endpoint(const Variables& variables, const LaunchIdentity& self,
     throw InvalidArgument(fmt::format(
         "InitOptions::init_method: expected env://, tcp://host:port or file:///path, got \"{}\"", init_method));
   }
-  const std::string host = value_or_empty(variables, "MASTER_ADDR"), port = value_or_empty(variables, "MASTER_PORT");
-  const std::string own_port = value_or_empty(variables, "FSDP_MASTER_PORT");
+  const std::string host = value_or(variables, "MASTER_ADDR", ""), port = value_or(variables, "MASTER_PORT", "");
+  const std::string own_port = value_or(variables, "FSDP_MASTER_PORT", "");
   if (!host.empty() && !own_port.empty()) return {.host = host, .port = to_port(own_port, "FSDP_MASTER_PORT")};
   if (!host.empty() && !port.empty()) {
     const std::uint16_t number = to_port(port, "MASTER_PORT");
-    const bool is_taken = value_or_empty(variables, "TORCHELASTIC_USE_AGENT_STORE") == "True" && number < 65'535;
+    const bool is_taken = value_or(variables, "TORCHELASTIC_USE_AGENT_STORE", "") == "True" && number < 65'535;
     return {.host = host, .port = static_cast<std::uint16_t>(is_taken ? number + 1 : number)};
   }
-  const std::string nodes = value_or_empty(variables, "SLURM_STEP_NODELIST");
+  const std::string nodes = value_or(variables, "SLURM_STEP_NODELIST", "");
   if (self.launcher == "srun" && !nodes.empty()) return {.host = first_host(nodes), .port = port_of_job(self.job)};
   throw InvalidArgument(
       fmt::format(

@@ -8,10 +8,9 @@
 #include <thread>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sys/socket.h>
 
-#include <fsdp/error.h>
+#include "comm/meeting_error.h"
 
 namespace fsdp {
 namespace {
@@ -35,8 +34,6 @@ struct TableEntry {
   char boot[40] = {};
 };
 
-double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); }
-
 Greeting greeting_of(const TcpPlace& place, Lane lane, std::uint16_t port) {
   Greeting greeting{.rank = place.rank, .world_size = place.world_size, .pid = ::getpid(), .lane = lane, .port = port};
   ::gethostname(greeting.host, sizeof(greeting.host) - 1);
@@ -48,13 +45,18 @@ Greeting greeting_of(const TcpPlace& place, Lane lane, std::uint16_t port) {
 
 bool has_gone(const UniqueFd& socket) {
   std::byte byte{};
-  return ::recv(socket.get(), &byte, 1, MSG_PEEK) == 0 || (errno != EAGAIN && errno != EINTR);
+  const ssize_t seen = ::recv(socket.get(), &byte, 1, MSG_PEEK);
+  return seen == 0 || (seen < 0 && errno != EAGAIN && errno != EINTR);
 }
 
 bool send_answer(const UniqueFd& guest, bool is_welcome, std::span<const std::byte> bytes, Clock::time_point deadline) {
   const AnswerHeader header{is_welcome, static_cast<std::uint32_t>(bytes.size())};
   return send_all(guest, std::as_bytes(std::span(&header, 1)), deadline) && send_all(guest, bytes, deadline);
 }
+
+MeetingTerms terms_of(const TcpPlace& place) { return {place.name, place.world_size, place.timeout}; }
+
+std::string text_of(const TableEntry& entry) { return process_text(entry.pid, entry.host); }
 
 std::vector<TableEntry> table_for_one(const Greeting& self) {
   TableEntry entry{.pid = self.pid};
@@ -74,7 +76,7 @@ class Host {
   std::vector<TableEntry> admit_all(Clock::time_point deadline) {
     try {
       while (!missing().empty()) {
-        if (Clock::now() >= deadline) throw CommunicationError(missing_text(), missing().front());
+        if (Clock::now() >= deadline) throw_missing();
         if (auto guest = door_.next(std::min(deadline, Clock::now() + kLook))) admit(std::move(*guest));
         throw_if_one_has_gone();
       }
@@ -96,18 +98,17 @@ class Host {
                        greeting.rank < place_.world_size && greeting.lane == Lane::kControl;
     const auto rank = static_cast<std::size_t>(greeting.rank);
     if (!valid || sockets_[rank].control) {
-      const std::string reason =
-          valid ? fmt::format(
-                      "two processes say that they are rank {}: pid {} on {} and pid {} on {}; give each its "
-                      "own RANK",
-                      rank, table_[rank].pid, table_[rank].host, greeting.pid, greeting.host)
-                : fmt::format(
-                      "expected world size {} and a rank in [1, {}), got {} and {} from pid {} on {}; start all "
-                      "ranks with the same build and the same WORLD_SIZE",
-                      place_.world_size, place_.world_size, greeting.world_size, greeting.rank, greeting.pid,
-                      greeting.host);
-      send_answer(guest.socket, false, std::as_bytes(std::span(reason)), Clock::now() + kLook);
-      throw InvalidArgument("rendezvous: " + reason, greeting.rank);
+      const std::string process = process_text(greeting.pid, greeting.host);
+      const InvalidArgument error =
+          valid ? two_are_one_rank(greeting.rank, text_of(table_[rank]), process)
+                : InvalidArgument(
+                      fmt::format("rendezvous: expected world size {} and a rank in [1, {}), got {} and "
+                                  "{} from {}; start all ranks with the same build and the same "
+                                  "WORLD_SIZE",
+                                  place_.world_size, place_.world_size, greeting.world_size, greeting.rank, process),
+                      greeting.rank);
+      refuse(guest.socket, error.what());
+      throw error;
     }
     TableEntry& entry = table_[rank];
     entry.address = peer_address(guest.socket);
@@ -121,11 +122,7 @@ class Host {
   void throw_if_one_has_gone() const {
     for (std::size_t rank = 1; rank < sockets_.size(); ++rank) {
       if (!sockets_[rank].control || !has_gone(sockets_[rank].control)) continue;
-      throw CommunicationError(
-          fmt::format("rendezvous: rank {} (pid {} on {}) ended before all ranks were there; see its "
-                      "own output",
-                      rank, table_[rank].pid, table_[rank].host),
-          static_cast<int>(rank));
+      throw ended_early(static_cast<int>(rank), text_of(table_[rank]));
     }
   }
 
@@ -137,7 +134,7 @@ class Host {
     return ranks;
   }
 
-  std::string missing_text() const {
+  [[noreturn]] void throw_missing() const {
     const std::string strangers =
         door_.turned_away() == 0
             ? ""
@@ -145,18 +142,21 @@ class Host {
                   " ({} connections without this job's token were turned away: FSDP_JOB_TOKEN has to be the same "
                   "on every rank)",
                   door_.turned_away());
-    return fmt::format(
-        "rendezvous at {}: {} of {} ranks came within {} s, missing: rank {}{}; start them with the same MASTER_ADDR "
-        "and "
-        "MASTER_PORT, see that no firewall keeps them out, or raise InitOptions::timeout",
-        door_.address().to_string(), place_.world_size - static_cast<int>(missing().size()), place_.world_size,
-        seconds_of(place_.timeout), fmt::join(missing(), ", "), strangers);
+    MeetingTerms terms = terms_of(place_);
+    terms.at = door_.address().to_string();
+    throw ranks_are_missing(
+        terms, missing(), strangers,
+        "start them with the same MASTER_ADDR and MASTER_PORT, see that no firewall keeps them out");
   }
 
-  void refuse_all(std::string reason) {
-    reason.resize(std::min(reason.size(), kMaxRefusalBytes));
+  static void refuse(const UniqueFd& guest, std::string_view reason) {
+    const std::string_view part = reason.substr(0, kMaxRefusalBytes);
+    send_answer(guest, false, std::as_bytes(std::span(part)), Clock::now() + kLook);
+  }
+
+  void refuse_all(std::string_view reason) {
     for (const PeerSockets& peer : sockets_) {
-      if (peer.control) send_answer(peer.control, false, std::as_bytes(std::span(reason)), Clock::now() + kLook);
+      if (peer.control) refuse(peer.control, reason);
     }
   }
 
@@ -207,11 +207,8 @@ Entrance enter(TcpPlace& place, Clock::time_point deadline) {
             place.name, place.rank),
         0);
   }
-  throw CommunicationError(fmt::format("rendezvous at {}: rank {} met no rank 0 within {} s (tried {}); start rank 0 "
-                                       "there, see that no firewall keeps this "
-                                       "host out, or raise InitOptions::timeout",
-                                       place.name, place.rank, seconds_of(place.timeout), tried),
-                           0);
+  throw met_no_rank_0(terms_of(place), place.rank, fmt::format(" (tried {})", tried),
+                      "start rank 0 there, see that no firewall keeps this host out");
 }
 
 std::vector<TableEntry> hear_answer(const UniqueFd& link, const TcpPlace& place, Clock::time_point deadline) {
@@ -230,16 +227,9 @@ std::vector<TableEntry> hear_answer(const UniqueFd& link, const TcpPlace& place,
     return table;
   }
   if (heard && header.is_welcome == 0 && !bytes.empty())
-    throw CommunicationError(fmt::format("refused by rank 0: {}",
-                                         std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size())),
-                             0);
-  throw CommunicationError(
-      Clock::now() >= deadline
-          ? fmt::format("rendezvous at {}: rank 0 did not answer rank {} within {} s; another rank may be missing",
-                        place.name, place.rank, seconds_of(place.timeout))
-          : fmt::format("rendezvous at {}: rank 0 ended while rank {} waited for the others; see rank 0's own output",
-                        place.name, place.rank),
-      0);
+    throw refused_by_rank_0({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  if (Clock::now() >= deadline) throw rank_0_did_not_answer(terms_of(place), place.rank);
+  throw rank_0_ended(terms_of(place), place.rank);
 }
 
 UniqueFd& lane_of(PeerSockets& sockets, Lane lane) { return lane == Lane::kControl ? sockets.control : sockets.bulk; }
@@ -255,11 +245,10 @@ void connect_to_lower(const TcpPlace& place, const std::vector<TableEntry>& tabl
       auto connection = connect_to(address, deadline, place.own);
       if (!connection || !greet(*connection, place.token, greeting_of(place, lane, port), deadline)) {
         throw CommunicationError(
-            fmt::format(
-                "rendezvous: rank {} cannot reach rank {} (pid {} on {}) at {}; every rank has to reach every "
-                "other: open the ports of net.ipv4.ip_local_port_range between the hosts, and see rank {}'s own "
-                "output",
-                place.rank, peer, table[index].pid, table[index].host, address.to_string(), peer),
+            fmt::format("rendezvous: rank {} cannot reach rank {} ({}) at {}; every rank has to reach every other: "
+                        "open the ports of net.ipv4.ip_local_port_range between the hosts, and see rank {}'s own "
+                        "output",
+                        place.rank, peer, text_of(table[index]), address.to_string(), peer),
             peer);
       }
       socket = std::move(*connection);
@@ -286,10 +275,10 @@ void wait_for_higher(const TcpPlace& place, const std::vector<TableEntry>& table
     }
     throw CommunicationError(
         fmt::format(
-            "rendezvous: rank {} (pid {} on {}) did not connect to rank {} at {} within {} s; every rank has to "
-            "reach every other: open the ports of net.ipv4.ip_local_port_range between the hosts",
-            absent, table[static_cast<std::size_t>(absent)].pid, table[static_cast<std::size_t>(absent)].host,
-            place.rank, door.address().to_string(), seconds_of(place.timeout)),
+            "rendezvous: rank {} ({}) did not connect to rank {} at {} within {} s; every rank has to reach every "
+            "other: open the ports of net.ipv4.ip_local_port_range between the hosts",
+            absent, text_of(table[static_cast<std::size_t>(absent)]), place.rank, door.address().to_string(),
+            std::chrono::duration<double>(place.timeout).count()),
         absent);
   }
 }

@@ -19,15 +19,12 @@
 #include <fsdp/error.h>
 
 #include "comm/port_holder.h"
+#include "comm/system_call.h"
 
 namespace fsdp {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
 
 const sockaddr* raw(const TcpAddress& address) { return reinterpret_cast<const sockaddr*>(&address.storage); }
 

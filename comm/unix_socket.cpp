@@ -13,15 +13,13 @@
 #include <fsdp/error.h>
 
 #include "comm/control_block.h"
+#include "comm/private_file.h"
+#include "comm/system_call.h"
 
 namespace fsdp {
 namespace {
 
 constexpr std::size_t kMaxFds = kMaxWorldSize + 1;
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
 
 UniqueFd make_socket() {
   UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -138,7 +136,7 @@ UniqueFd open_private_directory(const std::filesystem::path& directory, bool cre
   if (!fd) throw_errno("open of the rendezvous folder " + directory.string());
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0) throw_errno("fstat " + directory.string());
-  if (status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) {
+  if (!is_private(status)) {
     throw InvalidArgument(
         fmt::format("rendezvous folder {}: expected owner {} and mode 700, got owner {} and mode {:o}; chmod 700 it, "
                     "or name another with FSDP_RENDEZVOUS",

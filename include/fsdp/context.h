@@ -20,11 +20,13 @@ struct InitOptions {
       world_size = -1;  // -1 = from the launcher's variables (torchrun's, Open MPI's, ...), else 0 and 1
   std::chrono::milliseconds timeout{600'000};  // longest wait for a peer; must be positive. FSDP_TIMEOUT (seconds) wins
   // tcp: a rank that nothing is heard of for this long is dead, whoever waits for it; each tells the others once a second
-  // that it is there. 0 = never. A rank in a debugger is not missed. Not negative. FSDP_SILENCE (seconds) wins.
+  // that it is there. At least 3 s; 0 = never. A rank in a debugger is not missed. FSDP_SILENCE (seconds) wins.
   std::chrono::milliseconds silence{60'000};
 };
 
-// Cheap to copy; one per rank. The copies share one communicator, which ends with the last of them.
+// Cheap to copy; one per rank. The copies share one communicator, which ends with the last of them. Over tcp that end waits
+// until no peer needs what this rank has staged, or has ended itself: for peers in a collective that this rank took part
+// in, and at most for `timeout`; not at all once the group is aborted.
 class Context {
  public:
   // Takes a communicator of any backend; local_rank and local_world_size are those of one host.

@@ -148,7 +148,7 @@ TEST_P(ProcessTest, AForkedChildDoesNotLeaveForItsParent) {
 // Nothing waits for the stopped rank, and no time-out runs: it is missed all the same, and told from one that works long.
 TEST_F(RanksTest, AStoppedRankIsMissedByItsSilence) {
   start_all("tcp", 3, [] {
-    Context context = init({.silence = 2s});
+    Context context = init({.silence = 3s});
     context.communicator().report_progress({.step = 41, .saved_step = 40});
     context.communicator().barrier();
     if (context.rank() == 1) ::raise(SIGSTOP);
@@ -161,13 +161,13 @@ TEST_F(RanksTest, AStoppedRankIsMissedByItsSilence) {
   const std::string pid = std::to_string(processes_.pid(1));
   for (const int child : {0, 2})
     EXPECT_THAT(processes_.outcome(child),
-                testing::AllOf(HasSubstr("rank 1 takes no further part: it has been silent for 2 s, last in barrier"),
+                testing::AllOf(HasSubstr("rank 1 takes no further part: it has been silent for 3 s, last in barrier"),
                                HasSubstr("(pid " + pid + ")")));
 }
 
 TEST_F(RanksTest, WhoWorksLongIsNotSilent) {
   start_all("tcp", 2, [] {
-    Context context = init({.silence = 2s});
+    Context context = init({.silence = 3s});
     if (context.rank() == 1) {
       for (const auto end = std::chrono::steady_clock::now() + 4s; std::chrono::steady_clock::now() < end;) {
       }
