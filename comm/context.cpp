@@ -54,8 +54,14 @@ void check_options(const InitOptions& options, const LaunchIdentity& self) {
                                     kMaxWorldSize, self.world_size));
 }
 
-std::shared_ptr<Communicator> connect_shm(const InitOptions& options, const Variables& variables,
-                                          const LaunchIdentity& self) {
+// Where a rank writes its last calls down when its group fails: FSDP_CRASH_DIR, else where it runs; "" = nowhere.
+std::filesystem::path crash_folder(const Variables& variables) {
+  const auto variable = variables.find("FSDP_CRASH_DIR");
+  return variable == variables.end() ? std::filesystem::current_path() : std::filesystem::path(variable->second);
+}
+
+std::shared_ptr<PeerCommunicator> connect_shm(const InitOptions& options, const Variables& variables,
+                                              const LaunchIdentity& self) {
   const RendezvousSocket socket = rendezvous_socket(variables, self, options.init_method, ::geteuid());
   if (self.world_size > 1 && socket.path.empty()) {
     throw InvalidArgument(
@@ -80,11 +86,13 @@ Context meet(const InitOptions& asked) {
     TcpPlace place = tcp_place(variables, self, options.init_method, options.timeout, options.silence);
     const std::string reason = place.name.empty() ? choice.reason : choice.reason + "; rank 0 at " + place.name;
     TcpGroup group = make_tcp_communicator(std::move(place));
+    group.communicator->set_crash_folder(crash_folder(variables));
     return Context(std::move(group.communicator), group.local_rank, group.local_world_size, reason);
   }
-  std::shared_ptr<Communicator> communicator = connect_shm(options, variables, self);
+  const std::shared_ptr<PeerCommunicator> communicator = connect_shm(options, variables, self);
+  communicator->set_crash_folder(crash_folder(variables));
   // They have met on this host, all of them.
-  return Context(std::move(communicator), self.local_rank == -1 ? self.rank : self.local_rank,
+  return Context(communicator, self.local_rank == -1 ? self.rank : self.local_rank,
                  self.local_rank == -1 ? self.world_size : self.local_world_size, choice.reason);
 }
 

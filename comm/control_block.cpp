@@ -44,10 +44,19 @@ std::string describe(const Activity& activity) {
   return activity.label.empty() ? std::string(name) : fmt::format("{} of {}", name, activity.label);
 }
 
+RankStatus::Label RankStatus::end_of(std::string_view label) {
+  Label end{};
+  const std::size_t bytes = std::min(label.size(), end.size());
+  label.copy(end.data(), bytes, label.size() - bytes);
+  return end;
+}
+
+std::string_view RankStatus::text_of(const Label& label) {
+  return {label.data(), static_cast<std::size_t>(std::find(label.begin(), label.end(), '\0') - label.begin())};
+}
+
 void RankStatus::set_activity(const Activity& activity) {
-  std::array<char, kLabelBytes> label{};
-  const std::size_t bytes = std::min(activity.label.size(), label.size());
-  activity.label.copy(label.data(), bytes, activity.label.size() - bytes);
+  const Label label = end_of(activity.label);
   words_[2].store(static_cast<std::uint64_t>(activity.operation), std::memory_order_relaxed);
   for (std::size_t i = 0; i < kLabelBytes / sizeof(std::uint64_t); ++i) {
     std::uint64_t word = 0;
@@ -60,9 +69,9 @@ std::string RankStatus::activity() const {
   const auto all = words();
   const auto operation = static_cast<Operation>(
       std::min<std::uint64_t>(all[2], static_cast<std::uint64_t>(Operation::kCheck)));
-  std::array<char, kLabelBytes + 1> label{};
+  Label label;
   std::memcpy(label.data(), all.data() + 3, kLabelBytes);
-  return describe({operation, label.data()});
+  return describe({operation, text_of(label)});
 }
 
 void RankStatus::set_progress(const Progress& progress) {

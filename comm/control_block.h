@@ -60,6 +60,12 @@ std::string describe(const Activity& activity);
 class RankStatus {
  public:
   static constexpr std::size_t kWords = 9;
+  static constexpr std::size_t kLabelBytes = 40;
+  using Label = std::array<char, kLabelBytes>;
+
+  // The end of a longer one, which tells units apart; filled up with '\0'.
+  static Label end_of(std::string_view label);
+  static std::string_view text_of(const Label& label);
 
   void set_activity(const Activity& activity);
   void set_progress(const Progress& progress);
@@ -72,8 +78,6 @@ class RankStatus {
   void set_words(std::span<const std::uint64_t, kWords> words);
 
  private:
-  static constexpr std::size_t kLabelBytes = 40;  // the end of a longer one, which tells units apart
-
   // Step + 1, saved step + 1, operation, label, awaited rank + 1.
   std::array<std::atomic<std::uint64_t>, kWords> words_{};
 };

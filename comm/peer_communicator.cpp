@@ -75,13 +75,15 @@ void require(bool holds, int rank, fmt::format_string<Args...> text, Args&&... a
 // Tells the peers' memory when this rank comes out of a collective, however it does.
 class Collective {
  public:
-  explicit Collective(PeerMemory& memory) : memory_(memory) {}
+  Collective(PeerMemory& memory, FlightRecorder& recorder, Operation operation, std::size_t bytes)
+      : memory_(memory), recorded_(recorder, {operation}, bytes) {}
   ~Collective() { memory_.end_collective(); }
   Collective(const Collective&) = delete;
   Collective& operator=(const Collective&) = delete;
 
  private:
   PeerMemory& memory_;
+  const FlightRecorder::Call recorded_;
 };
 
 // The errno of a step that may fail on this rank alone; 0 if it did not.
@@ -151,7 +153,7 @@ void PeerCommunicator::meet_after(const Call& call, int error) {
 }
 
 std::shared_ptr<const PeerRegion> PeerCommunicator::allocate_region(const Call& call, const Collect& collect) {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), call.operation, call.bytes);
   meet(call);
   meet_after(call, error_of([&] {
                if (rank() == 0) memory_->offer(call.bytes);
@@ -180,7 +182,7 @@ std::unique_ptr<Board> PeerCommunicator::allocate_board(int words) {
 }
 
 void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<std::byte> output) {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), Operation::kAllGather, input.size());
   const auto ranks = static_cast<std::size_t>(world_size());
   require(output.size() == ranks * input.size(), rank(),
           "all_gather: expected an output of {} bytes ({} ranks times the input), got {}", ranks * input.size(), ranks,
@@ -202,7 +204,7 @@ void PeerCommunicator::all_gather(std::span<const std::byte> input, std::span<st
 }
 
 void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output, std::int64_t numel, DType dtype) {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), Operation::kReduceScatter, bytes_of(numel, dtype));
   require(numel >= 0, rank(), "reduce_scatter: expected numel >= 0, got {}", numel);
   const Call call{Operation::kReduceScatter, detail_of(dtype, ReduceOp::kSum), bytes_of(numel, dtype)};
   const auto chunk_numel = static_cast<std::int64_t>(kStagingBytes / size_of(dtype)) / world_size();
@@ -222,7 +224,7 @@ void PeerCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
 }
 
 void PeerCommunicator::all_reduce(std::byte* data, std::int64_t numel, DType dtype, ReduceOp op) {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), Operation::kAllReduce, bytes_of(numel, dtype));
   require(numel >= 0, rank(), "all_reduce: expected numel >= 0, got {}", numel);
   const Call call{Operation::kAllReduce, detail_of(dtype, op), bytes_of(numel, dtype)};
   const auto chunk_numel = static_cast<std::int64_t>(kStagingBytes / size_of(dtype));
@@ -265,7 +267,7 @@ void PeerCommunicator::fold_staged(const Call& call, std::uint64_t meeting, std:
 }
 
 void PeerCommunicator::broadcast(std::span<std::byte> data, int root) {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), Operation::kBroadcast, data.size());
   require(root >= 0 && root < world_size(), rank(), "broadcast: expected a root in [0, {}), got {}", world_size(),
           root);
   std::size_t done = 0;
@@ -282,12 +284,14 @@ void PeerCommunicator::broadcast(std::span<std::byte> data, int root) {
 }
 
 void PeerCommunicator::barrier() {
-  const Collective scope(*memory_);
+  const Collective scope(*memory_, group_.recorder(), Operation::kBarrier, 0);
   meet({Operation::kBarrier, 0, 0});
 }
 
 void PeerCommunicator::gather(const GatherRequest& request) {
-  group_.enter({Operation::kGather, request.label});
+  const Activity activity{Operation::kGather, request.label};
+  const FlightRecorder::Call recorded(group_.recorder(), activity, request.shard_bytes);
+  group_.enter(activity);
   require(request.source != nullptr, rank(), "gather of {}: source is null", request.label);
   const std::size_t held = request.source->bytes();
   const int ranks = request.ranks != 0 ? request.ranks : world_size();
@@ -307,15 +311,17 @@ void PeerCommunicator::gather(const GatherRequest& request) {
                       request.offset + owner * request.stride,
                       {request.output + owner * request.shard_bytes, request.shard_bytes}});
   }
-  reader_.copy(copies, {Operation::kGather, request.label});
+  reader_.copy(copies, activity);
 }
 
 void PeerCommunicator::reduce(const ReduceRequest& request) {
-  group_.enter({Operation::kReduce, request.label});
+  const Activity activity{Operation::kReduce, request.label};
+  const std::size_t bytes = bytes_of(request.numel, request.input_dtype);
+  const FlightRecorder::Call recorded(group_.recorder(), activity, bytes);
+  group_.enter(activity);
   require(static_cast<int>(request.inputs.size()) == world_size() && request.numel >= 0 && request.divisor > 0, rank(),
           "reduce of {}: expected {} inputs, numel >= 0 and divisor > 0, got {}, {} and {}", request.label,
           world_size(), request.inputs.size(), request.numel, request.divisor);
-  const std::size_t bytes = bytes_of(request.numel, request.input_dtype);
   std::vector<PeerInput> inputs;
   for (const ReduceInput& input : request.inputs) {
     const PeerRegion* region = input.source == nullptr ? nullptr : &region_of(*input.source);
@@ -325,7 +331,7 @@ void PeerCommunicator::reduce(const ReduceRequest& request) {
     inputs.push_back({region, static_cast<int>(inputs.size()), input.offset, input.local});
   }
   const std::size_t output_bytes = reduced_size_of(request.input_dtype);
-  reader_.for_each_piece(inputs, request.numel, size_of(request.input_dtype), {Operation::kReduce, request.label},
+  reader_.for_each_piece(inputs, request.numel, size_of(request.input_dtype), activity,
                          [&](std::int64_t first, std::int64_t numel, std::span<const std::byte* const> pieces) {
                            ordered_sum({.inputs = pieces,
                                         .numel = numel,
@@ -338,6 +344,7 @@ void PeerCommunicator::reduce(const ReduceRequest& request) {
 }
 
 void PeerCommunicator::read(const Segment& source, int peer, std::size_t offset, std::span<std::byte> output) {
+  const FlightRecorder::Call recorded(group_.recorder(), {Operation::kRead}, output.size());
   group_.enter({Operation::kRead});
   require(peer >= 0 && peer < world_size(), rank(), "read: expected a rank in [0, {}), got {}", world_size(), peer);
   require(offset <= source.bytes() && output.size() <= source.bytes() - offset, rank(),
@@ -348,6 +355,7 @@ void PeerCommunicator::read(const Segment& source, int peer, std::size_t offset,
 }
 
 void PeerCommunicator::wait_until(const std::function<bool()>& ready, std::string_view what) {
+  const FlightRecorder::Call recorded(group_.recorder(), {Operation::kWaitUntil, what}, 0);
   group_.wait_until(ready, what);
 }
 

@@ -50,6 +50,9 @@ class PeerCommunicator final : public Communicator {
   void check() override;
   void report_progress(const Progress& progress) override;
 
+  // PeerGroup::set_crash_folder.
+  void set_crash_folder(const std::filesystem::path& folder) { group_.set_crash_folder(folder); }
+
   // For faults that are injected. This rank is gone without a word; the others see it, and it can do nothing any more.
   // Throws InvalidArgument where a rank cannot die alone.
   void die();

@@ -1,7 +1,9 @@
 #include "comm/peer_group.h"
 
 #include <algorithm>
+#include <ctime>
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <immintrin.h>
@@ -92,8 +94,9 @@ void PeerGroup::enter(const Activity& activity) const {
 
 void PeerGroup::throw_if_aborted(const Activity& activity) const {
   if (!control_.aborted()) return;
-  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, control_.reason()),
-                           control_.culprit());
+  throw CommunicationError(
+      fmt::format("{} on rank {}: {}{}", describe(activity), rank_, control_.reason(), report_crash(control_.reason())),
+      control_.culprit());
 }
 
 void PeerGroup::check(const Activity& activity) const {
@@ -169,15 +172,17 @@ void PeerGroup::fail(const Activity& activity, int culprit, const std::string& r
   if (control_.abort(culprit, reason)) memory_.announce_abort();
   throw_if_aborted(activity);
   // The reason that came first is still being written, or its writer died over it: ours is as true.
-  throw CommunicationError(fmt::format("{} on rank {}: {}", describe(activity), rank_, reason), culprit);
+  throw CommunicationError(fmt::format("{} on rank {}: {}{}", describe(activity), rank_, reason, report_crash(reason)),
+                           culprit);
 }
 
 void PeerGroup::abort(std::string_view reason) noexcept {
   bool first = false;
   try {
     first = control_.abort(rank_, fmt::format("aborted by rank {}: {}", rank_, reason));
-  } catch (const std::exception&) {  // no memory for the prefix
-    first = control_.abort(rank_, reason);
+    if (control_.aborted()) report_crash(control_.reason());
+  } catch (const std::exception&) {  // no memory for the text
+    first = control_.abort(rank_, reason) || first;
   }
   if (first) memory_.announce_abort();
 }
@@ -200,6 +205,34 @@ std::string PeerGroup::remedy() const {
   const std::int64_t saved = control_.slot(rank_).status.progress().saved_step;
   return saved < 0 ? "nothing further is exchanged; restart from the last checkpoint"
                    : fmt::format("nothing further is exchanged; restart from step {}, the last that was saved", saved);
+}
+
+const std::string& PeerGroup::report_crash(std::string_view reason) const {
+  std::call_once(crash_flag_, [&] {
+    if (crash_folder_.empty() || world_size() == 1) return;
+    try {
+      crash_note_ = fmt::format(" (this rank's last calls: {})",
+                                write_crash_file(crash_folder_, rank_, crash_text(reason)).string());
+    } catch (const std::system_error& error) {
+      crash_note_ = fmt::format(" (this rank's last calls could not be kept: {}; name a folder with FSDP_CRASH_DIR)",
+                                error.what());
+    }
+  });
+  return crash_note_;
+}
+
+std::string PeerGroup::crash_text(std::string_view reason) const {
+  const std::time_t now = std::time(nullptr);
+  std::string text = fmt::format(
+      "libfsdp crash file: {} of {}, {:%Y-%m-%dT%H:%M:%SZ}\nreason: {}\n\nranks, as this one "
+      "knows them:\n",
+      name_of_rank(rank_), world_size(), fmt::gmtime(now), reason);
+  for (int rank = 0; rank < world_size(); ++rank) text += fmt::format("  {}\n", state_of(rank));
+  text += fmt::format(
+      "\nthe last {} calls, the oldest first; times in seconds, of the begin before this file's\n"
+      "{:>10} {:>12} {:>12} {:>8}  {}\n",
+      FlightRecorder::kEntries, "number", "begin", "took", "thread", "call");
+  return text + recorder_.to_text(Clock::now());
 }
 
 std::string PeerGroup::name_of_rank(int rank) const {

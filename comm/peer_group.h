@@ -3,10 +3,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <string_view>
 
+#include "comm/flight_recorder.h"
 #include "comm/peer_memory.h"
 
 namespace fsdp {
@@ -45,6 +48,10 @@ class PeerGroup {
   // Tells the peers that this rank does nothing any more; who waits for it then gets an error.
   void leave() noexcept;
 
+  FlightRecorder& recorder() { return recorder_; }
+  // Where this rank writes its crash file once the group has failed; "" = nowhere. Before the first call of the rank.
+  void set_crash_folder(const std::filesystem::path& folder) { crash_folder_ = folder; }
+
  private:
   // `meeting` is what is waited for, or 0 for a wait_until.
   struct Wait {
@@ -64,6 +71,9 @@ class PeerGroup {
   std::string state_of(int rank) const;
   bool is_awaited(const Wait& wait, int rank) const;
   std::string remedy() const;
+  // Writes the crash file, if that has not been done. Gives what there is to say of it, as the end of an error's text.
+  const std::string& report_crash(std::string_view reason) const;
+  std::string crash_text(std::string_view reason) const;
 
   PeerMemory& memory_;
   ControlBlock& control_;
@@ -71,6 +81,11 @@ class PeerGroup {
   const std::chrono::milliseconds timeout_;
   const int spins_;
   std::uint64_t meetings_ = 0;
+
+  FlightRecorder recorder_;
+  std::filesystem::path crash_folder_;
+  mutable std::once_flag crash_flag_;
+  mutable std::string crash_note_;
 };
 
 }  // namespace fsdp

@@ -1,9 +1,11 @@
 #include "comm/recording_communicator.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <fsdp/error.h>
 
@@ -17,14 +19,71 @@ std::int64_t now_ns() {
       .count();
 }
 
+bool gives_bytes(Operation operation) {
+  switch (operation) {
+    case Operation::kAllGather:
+    case Operation::kReduceScatter:
+    case Operation::kAllReduce:
+    case Operation::kBroadcast:
+    case Operation::kGather:
+    case Operation::kReduce:
+    case Operation::kRead: return true;
+    default: return false;
+  }
+}
+
+// Which calls a fault of this kind can happen in.
+bool can_hit(Fault::Kind kind, Operation operation) {
+  if (operation == Operation::kNone || operation == Operation::kCheck) return false;  // not recorded
+  switch (kind) {
+    case Fault::Kind::kCorruption: return gives_bytes(operation);
+    case Fault::Kind::kNoMemory: return operation == Operation::kAllocate || operation == Operation::kAllocateBoard;
+    default: return true;
+  }
+}
+
+std::vector<std::string_view> operations_of(Fault::Kind kind) {
+  std::vector<std::string_view> names;
+  for (auto id = static_cast<std::uint32_t>(Operation::kNone); id <= static_cast<std::uint32_t>(Operation::kCheck);
+       ++id) {
+    if (can_hit(kind, static_cast<Operation>(id))) names.push_back(name_of(static_cast<Operation>(id)));
+  }
+  return names;
+}
+
+bool contains(const std::vector<std::string_view>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 }  // namespace
+
+void check_faults(const FaultPlan& faults, int world_size) {
+  constexpr const char* kKinds[] = {"kDelay", "kThrow", "kDeath", "kCorruption", "kNoMemory"};
+  for (const Fault& fault : faults) {
+    const std::string_view kind = kKinds[static_cast<int>(fault.kind)];
+    const auto names = operations_of(fault.kind);
+    if (!fault.operation.empty() && !contains(names, fault.operation)) {
+      throw InvalidArgument(
+          fmt::format("Fault::operation: expected one of {} for {}, or \"\" for any of them, got \"{}\"",
+                      fmt::join(names, ", "), kind, fault.operation));
+    }
+    if (fault.rank < -1 || fault.rank >= world_size) {
+      throw InvalidArgument(
+          fmt::format("Fault::rank: expected -1 (every rank) or one in [0, {}), got {}", world_size, fault.rank));
+    }
+    if (fault.after < 0 || (fault.count < 1 && fault.count != -1) || fault.delay.count() < 0) {
+      throw InvalidArgument(
+          fmt::format("Fault: expected after >= 0, count >= 1 or -1 and delay >= 0, got {}, {} and {} ms", fault.after,
+                      fault.count, fault.delay.count()));
+    }
+  }
+}
 
 RecordingCommunicator::RecordingCommunicator(std::shared_ptr<PeerCommunicator> inner, FaultPlan faults,
                                              OnRecord on_record)
-    : inner_(std::move(inner)),
-      faults_(std::move(faults)),
-      on_record_(std::move(on_record)),
-      matches_(faults_.size()) {}
+    : inner_(std::move(inner)), faults_(std::move(faults)), on_record_(std::move(on_record)), matches_(faults_.size()) {
+  for (const Fault& fault : faults_) operations_.push_back(operations_of(fault.kind));
+}
 
 template <class Body>
 void RecordingCommunicator::run(CommunicatorRecord record, const Body& body) {
@@ -45,7 +104,8 @@ void RecordingCommunicator::run(CommunicatorRecord record, const Body& body) {
 
 std::optional<int> RecordingCommunicator::hit(std::size_t index, const CommunicatorRecord& record) {
   const Fault& fault = faults_[index];
-  if (!fault.operation.empty() && fault.operation != record.operation) return std::nullopt;
+  if (fault.operation.empty() ? !contains(operations_[index], record.operation) : fault.operation != record.operation)
+    return std::nullopt;
   if (fault.rank != -1 && fault.rank != rank()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const int match = matches_[index]++;

@@ -13,6 +13,9 @@
 
 namespace fsdp {
 
+// Throws InvalidArgument for a fault that cannot happen to one of `world_size` ranks.
+void check_faults(const FaultPlan& faults, int world_size);
+
 class RecordingCommunicator final : public Communicator {
  public:
   // Called from the thread that made the call; may be empty.
@@ -59,6 +62,7 @@ class RecordingCommunicator final : public Communicator {
   std::shared_ptr<PeerCommunicator> inner_;
   const FaultPlan faults_;
   const OnRecord on_record_;
+  std::vector<std::vector<std::string_view>> operations_;  // that each fault can happen in
   std::mutex mutex_;
   std::vector<int> matches_;  // of each fault, so far
 };

@@ -125,6 +125,7 @@ void run_ranks(int world_size, const std::function<void(Context)>& body, const R
   if (options.timeout.count() <= 0) {
     throw InvalidArgument(fmt::format("run_ranks: expected a positive timeout, got {} ms", options.timeout.count()));
   }
+  check_faults(options.faults, world_size);
   if (options.backend == "thread") {
     auto communicators = make_thread_communicators(world_size, options.timeout);
     run_threads(

@@ -144,8 +144,8 @@ class Communicator {
   virtual void read(const Segment& source, int rank, std::size_t offset, std::span<std::byte> output) = 0;
 
   // Blocks until `ready()` is true. `ready` reads words of a board, or atomics of this process; it is called again after
-  // every post of any rank, every ring() of this one, and at least each 50 ms; it must be cheap and must not throw. `what` names the wait in errors ("reduce of
-  // layers.3").
+  // every post of any rank, every ring() of this one, and at least each 50 ms; it must be cheap and must not throw.
+  // `what` names the wait in errors ("reduce of layers.3").
   virtual void wait_until(const std::function<bool()>& ready, std::string_view what) = 0;
   // `rank` is in a collective that `other` has not come to yet. A hint for finding ranks that wait for each other: it
   // may have changed by the time it is read, but is not missed while it lasts. No call of this kind waits.

@@ -16,11 +16,12 @@ struct Fault {
     kDelay,       // the call comes later
     kThrow,       // the call throws CommunicationError on this rank, and so does every other rank's, as one thrown does
     kDeath,       // the rank is gone from here on, as a process that is killed; the others see it. Not over shm
-    kCorruption,  // the lowest bit of the first byte that the call gives this rank is the other one
-    kNoMemory,    // `allocate` and `allocate_board` alone: no memory on this rank, so MemoryError on all of them
+    kCorruption,  // calls that give bytes: the lowest bit of the first byte that this rank gets is the other one
+    kNoMemory,    // `allocate` and `allocate_board`: no memory on this rank, so MemoryError on all of them
   };
   Kind kind = Kind::kDelay;
-  // The name of a call of Communicator that is recorded ("gather", "all_reduce", "wait_until", ...), or "" = any.
+  // The name of a call of Communicator that is recorded and that the kind can happen in ("gather", "all_reduce",
+  // "wait_until", ...), or "" = any of those.
   std::string operation = {};
   int rank = -1;                       // -1 = every rank
   int after = 0;                       // matching calls of that rank to let pass first
@@ -51,7 +52,7 @@ struct RunRanksOptions {
 // Runs body(context) on `world_size` threads, one rank each. When one throws, the group is aborted; all are joined and
 // the first error (by time) is rethrown: an fsdp::Error keeps its type and id, with "rank N: " before its text; any
 // other exception is rethrown as it is. Throws InvalidArgument for a world size that is not in [1, 128], a timeout
-// that is not positive or an unknown backend. Thread ranks share LibTorch's default generator.
+// that is not positive, an unknown backend, or a fault that cannot happen (another operation, a rank that there is none of). Thread ranks share LibTorch's default generator.
 void run_ranks(int world_size, const std::function<void(Context)>& body, const RunRanksOptions& options = {});
 
 }  // namespace fsdp

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <mutex>
 #include <set>
@@ -50,10 +51,15 @@ std::string name_of_point(const CommunicatorRecord& record) {
 std::shared_ptr<PeerCommunicator> connect() {
   const Variables variables = process_variables();
   const LaunchIdentity self = identify(variables, -1, -1);
-  if (variables.at("FSDP_BACKEND") == "tcp")
-    return make_tcp_communicator(tcp_place(variables, self, "", kTimeout, 0ms)).communicator;
-  const RendezvousSocket socket = rendezvous_socket(variables, self, "", ::geteuid());
-  return make_shm_communicator({socket.path, socket.create_directory, self.rank, self.world_size, kTimeout});
+  std::shared_ptr<PeerCommunicator> communicator;
+  if (variables.at("FSDP_BACKEND") == "tcp") {
+    communicator = make_tcp_communicator(tcp_place(variables, self, "", kTimeout, 0ms)).communicator;
+  } else {
+    const RendezvousSocket socket = rendezvous_socket(variables, self, "", ::geteuid());
+    communicator = make_shm_communicator({socket.path, socket.create_directory, self.rank, self.world_size, kTimeout});
+  }
+  communicator->set_crash_folder(variables.at("FSDP_CRASH_DIR"));
+  return communicator;
 }
 
 // Sharding, steps, a checkpoint and its resumption, evaluation, and the end of all.
@@ -141,8 +147,9 @@ class FailingTogetherTest : public ::testing::TestWithParam<Cell> {
   static void start(Ranks& ranks, const std::function<std::string(int rank)>& body) {
     const JobPlace job(ranks.folder.path());
     for (int rank = 0; rank < GetParam().world_size; ++rank) {
-      ranks.processes.start(job.variables(GetParam().backend, rank, GetParam().world_size),
-                            [&body, rank] { return body(rank); });
+      auto variables = job.variables(GetParam().backend, rank, GetParam().world_size);
+      variables["FSDP_CRASH_DIR"] = ranks.folder.path();
+      ranks.processes.start(variables, [&body, rank] { return body(rank); });
     }
   }
 
@@ -163,6 +170,15 @@ class FailingTogetherTest : public ::testing::TestWithParam<Cell> {
     std::vector<std::string> points;
     for (std::string line; std::getline(lines, line);) points.push_back(line);
     return points;
+  }
+
+  // One that failed after the meeting has written its last calls down.
+  static void expect_crash_file(const Ranks& ranks, int rank, const std::string& text) {
+    if (text.find("rendezvous") != std::string::npos || text.find("refused by rank 0") != std::string::npos) return;
+    std::ifstream file(ranks.folder.path() / ("crash-r" + std::to_string(rank) + ".txt"));
+    std::string line, last;
+    while (std::getline(file, line)) last = line;
+    EXPECT_THAT(last, ContainsRegex("^ *[0-9]+ +-[0-9.]+ +(not over|[0-9.]+) +[0-9]+  [a-z]")) << text;
   }
 
   static void expect_failure(const std::string& text, const std::string& victim) {
@@ -194,6 +210,7 @@ class FailingTogetherTest : public ::testing::TestWithParam<Cell> {
     for (int rank = 0; rank < GetParam().world_size; ++rank) {
       if (rank == kVictim) continue;
       texts.push_back(ranks.processes.outcome(rank));
+      if (texts.back() != "done") expect_crash_file(ranks, rank, texts.back());
     }
     const auto end = std::chrono::steady_clock::now();
     if (GetParam().fate == Fate::kStopped) ranks.processes.kill(kVictim);

@@ -26,6 +26,7 @@ constexpr std::chrono::seconds kLimit{20};
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   std::string outcome;
   try {
+    ::setenv("FSDP_CRASH_DIR", "", 1);
     for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
     outcome = body();
   } catch (const std::exception& error) {

@@ -92,6 +92,41 @@ TEST(RunRanksTest, RefusesWhatCannotBe) {
   EXPECT_THROW(run_ranks(2, body, {.timeout = 0ms}), InvalidArgument);
 }
 
+TEST(RunRanksTest, RefusesAFaultThatCannotHappen) {
+  const auto refusal = [](const Fault& fault) {
+    return text_of<InvalidArgument>([&] { run_ranks(2, [](const Context&) {}, {.faults = {fault}}); });
+  };
+  using Kind = Fault::Kind;
+  EXPECT_THAT(
+      refusal({.kind = Kind::kNoMemory, .operation = "barrier"}),
+      HasSubstr("expected one of allocate, allocate_board for kNoMemory, or \"\" for any of them, got \"barrier\""));
+  for (const char* operation : {"barrier", "allocate", "wait_until", "check", "no collective"})
+    EXPECT_THAT(
+        refusal({.kind = Kind::kCorruption, .operation = operation}),
+        HasSubstr("expected one of all_gather, reduce_scatter, all_reduce, broadcast, gather, reduce, read for "));
+  EXPECT_THAT(refusal({.operation = "all_gathers"}), HasSubstr("got \"all_gathers\""));
+  EXPECT_THAT(refusal({.rank = 2}), HasSubstr("expected -1 (every rank) or one in [0, 2), got 2"));
+  EXPECT_THAT(refusal({.rank = -2}), HasSubstr("got -2"));
+  EXPECT_THAT(refusal({.after = -1}), HasSubstr("got -1, 1 and 0 ms"));
+  EXPECT_THAT(refusal({.count = 0}), HasSubstr("got 0, 0 and 0 ms"));
+  EXPECT_THAT(refusal({.count = -2}), HasSubstr("got 0, -2 and 0 ms"));
+  EXPECT_THAT(refusal({.delay = -1ms}), HasSubstr("got 0, 1 and -1 ms"));
+}
+
+// A fault of any call lets those pass that it cannot happen in.
+TEST(RunRanksTest, AFaultOfAnyCallHitsTheFirstThatItCanHappenIn) {
+  run_ranks(2,
+            [](const Context& context) {
+              context.communicator().barrier();
+              const std::byte own{4};
+              std::array<std::byte, 2> all{};
+              context.communicator().all_gather({&own, 1}, all);
+              EXPECT_EQ(all[0], context.rank() == 1 ? std::byte{5} : std::byte{4});
+              EXPECT_EQ(all[1], std::byte{4});
+            },
+            {.faults = {{.kind = Fault::Kind::kCorruption, .rank = 1}}});
+}
+
 TEST(RunRanksTest, AThrowFaultHitsThePlannedCallsOfThePlannedRank) {
   std::array<std::atomic<int>, 3> passed{};
   const std::string text = text_of<CommunicationError>([&] {
