@@ -351,6 +351,7 @@ void LinkMemory::lose(int peer, std::string_view why) {
   if (!why.empty()) {
     const std::string reason = fmt::format("rank {} takes no further part: {} (seen by rank {})", peer, why, rank_);
     if (control_.abort(peer, reason)) announce_abort();
+    service_.sever(peer);
   }
   {
     const std::lock_guard lock(mutex_);

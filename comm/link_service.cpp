@@ -65,6 +65,12 @@ void LinkService::sever() {
   }
 }
 
+void LinkService::sever(int peer) {
+  for (const Lane lane : {Lane::kControl, Lane::kBulk}) {
+    if (Link* link = link_of(peer, lane)) link->sever();
+  }
+}
+
 void LinkService::finish(std::chrono::milliseconds limit) {
   for (const auto& link : links_) {
     if (link != nullptr) link->finish();

@@ -30,6 +30,7 @@ class LinkService {
   void send_to_all(const OutgoingFrame& frame);
   // Cuts all links, in the middle of whatever goes over them.
   void sever();
+  void sever(int peer);
   // Sends what waits, tells the peers that it was the last and returns when they have seen that, or after `limit`.
   void finish(std::chrono::milliseconds limit);
 

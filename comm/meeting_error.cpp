@@ -14,6 +14,14 @@ std::string process_text(int pid, const std::string& host) {
   return host.empty() ? fmt::format("pid {}", pid) : fmt::format("pid {} on {}", pid, host);
 }
 
+InvalidArgument of_another_job(int world_size, int rank, int said_world_size, const std::string& process) {
+  return InvalidArgument(fmt::format("rendezvous: expected world size {} and a rank in [1, {}), as rank 0 has it, got "
+                                     "world size {} and rank {} from {}; start all ranks with the same build and the "
+                                     "same WORLD_SIZE",
+                                     world_size, world_size, said_world_size, rank, process),
+                         rank);
+}
+
 InvalidArgument two_are_one_rank(int rank, const std::string& first, const std::string& second) {
   return InvalidArgument(fmt::format("rendezvous: two processes say that they are rank {}: {} and {}; give each its "
                                      "own RANK",

@@ -19,6 +19,8 @@ struct MeetingTerms {
 // "pid 7", or "pid 7 on node3".
 std::string process_text(int pid, const std::string& host);
 
+// Rank 0 of `world_size` ranks has a guest that says it is `rank` of `said_world_size`.
+InvalidArgument of_another_job(int world_size, int rank, int said_world_size, const std::string& process);
 InvalidArgument two_are_one_rank(int rank, const std::string& first, const std::string& second);
 // `found` and `remedy` end the sentence: "missing: rank 3{found}; {remedy}, or raise InitOptions::timeout".
 CommunicationError ranks_are_missing(const MeetingTerms& terms, const std::vector<int>& missing,

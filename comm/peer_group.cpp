@@ -103,11 +103,11 @@ void PeerGroup::check(const Activity& activity) const {
   throw_if_aborted(activity);
   for (const int peer : memory_.ended()) {
     if (has_left(peer)) continue;
-    fail(activity, peer,
-         fmt::format("{} died, last in {} (seen by rank {} in {}): it was killed, perhaps for memory (see dmesg), or "
-                     "ended without "
-                     "destroying its Context; {}",
-                     name_of_rank(peer), last_of(peer), rank_, describe(activity), remedy()));
+    fail(
+        activity, peer,
+        fmt::format("{} died, last in {} (seen by rank {} in {}): it was killed, perhaps for memory (see dmesg), ended "
+                    "without destroying its Context, or lost its connection; {}",
+                    name_of_rank(peer), last_of(peer), rank_, describe(activity), remedy()));
   }
 }
 

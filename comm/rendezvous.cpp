@@ -113,25 +113,23 @@ class Host {
     admit(hello, stranger, std::move(message->fds[0]), meeting);
   }
 
-  void admit(const Hello& hello, UniqueFd& stranger, UniqueFd process, Meeting& meeting) {
+  void admit(const Hello& hello, UniqueFd& stranger, UniqueFd pidfd, Meeting& meeting) {
     const auto rank = static_cast<std::size_t>(hello.rank);
-    const bool valid = hello.protocol == kProtocol && hello.world_size == place_.world_size && hello.rank > 0 &&
-                       rank < count();
-    if (!valid || guests_[rank]) {
+    const std::string process = process_text(hello.pid, "");
+    const bool valid = hello.world_size == place_.world_size && hello.rank > 0 && rank < count();
+    if (hello.protocol != kProtocol || !valid || guests_[rank]) {
       const InvalidArgument error =
-          valid ? two_are_one_rank(hello.rank, process_text(meeting.control->slot(hello.rank).pid, ""),
-                                   process_text(hello.pid, ""))
-                : InvalidArgument(fmt::format("rendezvous: expected protocol {}, world size {} and a rank in [1, {}), "
-                                              "got {}, {} and {} from pid {}; start all ranks with the same build and "
-                                              "the same WORLD_SIZE",
-                                              kProtocol, place_.world_size, place_.world_size, hello.protocol,
-                                              hello.world_size, hello.rank, hello.pid),
-                                  hello.rank);
+          hello.protocol != kProtocol
+              ? InvalidArgument(fmt::format("rendezvous: rank 0's build has protocol {}, that of {} has {}; start all "
+                                            "ranks with the same build",
+                                            kProtocol, process, hello.protocol))
+          : valid ? two_are_one_rank(hello.rank, process_text(meeting.control->slot(hello.rank).pid, ""), process)
+                  : of_another_job(place_.world_size, hello.rank, hello.world_size, process);
       send_message(stranger, kRefusal + std::string(error.what()), {});
       throw error;
     }
     meeting.control->slot(hello.rank).pid = hello.pid;
-    meeting.processes[rank] = std::move(process);
+    meeting.processes[rank] = std::move(pidfd);
     guests_[rank] = std::move(stranger);
     ++arrived_;
   }

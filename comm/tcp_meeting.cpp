@@ -99,14 +99,9 @@ class Host {
     const auto rank = static_cast<std::size_t>(greeting.rank);
     if (!valid || sockets_[rank].control) {
       const std::string process = process_text(greeting.pid, greeting.host);
-      const InvalidArgument error =
-          valid ? two_are_one_rank(greeting.rank, text_of(table_[rank]), process)
-                : InvalidArgument(
-                      fmt::format("rendezvous: expected world size {} and a rank in [1, {}), got {} and "
-                                  "{} from {}; start all ranks with the same build and the same "
-                                  "WORLD_SIZE",
-                                  place_.world_size, place_.world_size, greeting.world_size, greeting.rank, process),
-                      greeting.rank);
+      const InvalidArgument error = valid ? two_are_one_rank(greeting.rank, text_of(table_[rank]), process)
+                                          : of_another_job(place_.world_size, greeting.rank, greeting.world_size,
+                                                           process);
       refuse(guest.socket, error.what());
       throw error;
     }

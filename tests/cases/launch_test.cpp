@@ -156,41 +156,65 @@ TEST_F(C70Launch, AWrongInterfaceIsNamedWithThoseThatThereAre) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
 }
 
-// C74: the names of MPI's and Slurm's launchers alone; and for the next one, what was looked for.
-TEST_F(TcpLaunch, C74EachLaunchersNamesAreEnough) {
-  const std::vector<std::vector<Variables>> launchers{{{{"OMPI_COMM_WORLD_RANK", "0"},
-                                                        {"OMPI_COMM_WORLD_SIZE", "2"},
-                                                        {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
-                                                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}},
-                                                       {{"OMPI_COMM_WORLD_RANK", "1"},
-                                                        {"OMPI_COMM_WORLD_SIZE", "2"},
-                                                        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                                                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}},
-                                                      {{{"SLURM_STEP_ID", "0"},
-                                                        {"SLURM_PROCID", "0"},
-                                                        {"SLURM_STEP_NUM_TASKS", "2"},
-                                                        {"SLURM_LOCALID", "0"},
-                                                        {"SLURM_STEP_TASKS_PER_NODE", "2"},
-                                                        {"SLURM_NODEID", "0"}},
-                                                       {{"SLURM_STEP_ID", "0"},
-                                                        {"SLURM_PROCID", "1"},
-                                                        {"SLURM_STEP_NUM_TASKS", "2"},
-                                                        {"SLURM_LOCALID", "1"},
-                                                        {"SLURM_STEP_TASKS_PER_NODE", "2"},
-                                                        {"SLURM_NODEID", "0"}}}};
-  for (const auto& ranks : launchers) {
-    std::vector<int> children;
-    for (Variables variables : ranks) {
-      variables["FSDP_RENDEZVOUS"] = folder_.path() / "rendezvous";
-      children.push_back(processes_.start(variables, [] {
-        for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) ::unsetenv(name);
-        return meet_and_average();
-      }));
-    }
-    EXPECT_EQ(processes_.outcome(children[0]), "0 of 2, local 0, mean 0.500000");
-    EXPECT_EQ(processes_.outcome(children[1]), "1 of 2, local 1, mean 0.500000");
+struct LauncherCase {
+  const char* name;
+  std::vector<std::string> names;  // rank, ranks, local rank, local ranks
+  Variables more = {};
+};
+void PrintTo(const LauncherCase& value, std::ostream* out) { *out << value.name; }
+
+const LauncherCase kLaunchers[] = {
+    {"Mpi",
+     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}},
+    {"Mvapich",
+     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"}},
+    {"Pmi", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}},
+    {"Slurm",
+     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"},
+     {{"SLURM_STEP_ID", "0"}, {"SLURM_NODEID", "0"}}},
+};
+
+class C74Launch : public testing::TestWithParam<std::tuple<const char*, LauncherCase>> {
+ protected:
+  // Starts a rank with the names of the launcher alone, of which the last `lacking` are not set.
+  int start(const JobPlace& job, int rank, int lacking) {
+    const auto& [backend, launcher] = GetParam();
+    Variables variables = job.variables(backend, rank, 2);
+    for (const char* name : kOwn) variables.erase(name);
+    for (const auto& [name, value] : launcher.more) variables[name] = value;
+    const std::string values[] = {std::to_string(rank), "2", std::to_string(rank), "2"};
+    for (std::size_t i = 0; i + static_cast<std::size_t>(lacking) < 4; ++i) variables[launcher.names[i]] = values[i];
+    return processes_.start(variables, [] {
+      for (const char* name : kOwn) ::unsetenv(name);
+      return meet_and_average();
+    });
   }
+  static constexpr const char* kOwn[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+  PrivateFolder folder_;
+  RankProcesses processes_;
+};
+
+// C74: under a launcher other than torchrun the usual names do not exist. Its own are enough; where one of them lacks, an
+// error lists what was looked for and what was found.
+TEST_P(C74Launch, TheLaunchersOwnNamesAreEnough) {
+  const JobPlace job(folder_.path());
+  for (const int rank : {0, 1}) start(job, rank, 0);
+  for (const int rank : {0, 1})
+    EXPECT_EQ(processes_.outcome(rank),
+              std::to_string(rank) + " of 2, local " + std::to_string(rank) + ", mean 0.500000");
 }
+
+TEST_P(C74Launch, AMissingNameIsListedWithThoseThatAreThere) {
+  const auto& names = std::get<1>(GetParam()).names;
+  const std::string text = processes_.outcome(start(JobPlace(folder_.path()), 1, 1));
+  EXPECT_THAT(text, AllOf(HasSubstr(names[0] + "=1"), HasSubstr(names[1] + "=2"), HasSubstr(names[2] + "=1"),
+                          HasSubstr(names[3] + " unset"), HasSubstr("fsdp run")));
+}
+
+INSTANTIATE_TEST_SUITE_P(, C74Launch, testing::Combine(testing::Values("shm", "tcp"), testing::ValuesIn(kLaunchers)),
+                         [](const auto& tested) {
+                           return std::string(std::get<0>(tested.param)) + std::get<1>(tested.param).name;
+                         });
 
 }  // namespace
 }  // namespace fsdp

@@ -177,7 +177,8 @@ TEST_F(ShmProcessTest, RanksOfDifferentWorldSizesAreRefused) {
   processes_.start_rank(0, 2, socket(), body);
   processes_.start_rank(1, 3, socket(), body);
   for (const int child : {0, 1})
-    EXPECT_THAT(processes_.outcome(child), HasSubstr("world size 2 and a rank in [1, 2), got 1, 3 and 1 from pid"));
+    EXPECT_THAT(processes_.outcome(child),
+                HasSubstr("world size 2 and a rank in [1, 2), as rank 0 has it, got world size 3 and rank 1 from pid"));
 }
 
 // Connects to rank 0 and says what no rank would.

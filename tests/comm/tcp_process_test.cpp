@@ -1,8 +1,13 @@
 // How processes meet over TCP: who is missing, ports, files, secrets, and strangers.
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
 #include <random>
+#include <sstream>
 #include <thread>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -123,7 +128,22 @@ TEST_F(TcpProcessTest, RanksOfDifferentWorldSizesAreRefused) {
   start(0, 2);
   start(1, 3);
   for (const int child : {0, 1})
-    EXPECT_THAT(outcome(child), HasSubstr("expected world size 2 and a rank in [1, 2), got 3"));
+    EXPECT_THAT(outcome(child),
+                HasSubstr("expected world size 2 and a rank in [1, 2), as rank 0 has it, got world size 3 and rank 1"));
+}
+
+int number_of(const char* variable, int fallback) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? fallback : std::atoi(text);
+}
+
+// Nothing, a part of a hello, a hello with a wrong proof, or noise; with any length.
+std::vector<std::byte> hostile_bytes(std::mt19937& random) {
+  constexpr std::uint64_t kMagic = 0x4673'6470'0001'0001;
+  std::vector<std::byte> bytes(random() % 400);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  if (random() % 2 == 0) std::memcpy(bytes.data(), &kMagic, std::min(bytes.size(), sizeof(kMagic)));
+  return bytes;
 }
 
 // What comes to the port and is not of the job: never believed, never in the way.
@@ -132,19 +152,39 @@ TEST_F(TcpProcessTest, StrangersDoNotDisturbTheMeeting) {
   const TcpAddress address = resolve("127.0.0.1", static_cast<std::uint16_t>(job_.port())).front();
   std::mt19937 random(7);
   std::vector<UniqueFd> open;
-  const auto deadline = std::chrono::steady_clock::now() + 10s;
-  while (open.size() < 600) {  // more than there are places for
+  const auto deadline = std::chrono::steady_clock::now() + 15s;
+  for (int stranger = 0; stranger < number_of("FSDP_TEST_STRANGERS", 2000);) {
     auto socket = connect_to(address, deadline);
     if (!socket) continue;
-    std::vector<std::byte> junk(random() % 200);
-    for (std::byte& byte : junk) byte = static_cast<std::byte>(random());
-    send_all(*socket, junk, deadline);
-    if (random() % 2 == 0) ::shutdown(socket->get(), SHUT_WR);
+    ++stranger;
+    send_all(*socket, hostile_bytes(random), deadline);
+    if (random() % 4 == 0) ::shutdown(socket->get(), SHUT_WR);
+    if (random() % 2 == 0) continue;  // closed at once
     open.push_back(std::move(*socket));
+    if (open.size() == 900) open.erase(open.begin(), open.begin() + 300);  // more stay than there are places for
   }
   start(1, 2);
   EXPECT_EQ(outcome(0), "1.000000");
   EXPECT_EQ(outcome(1), "1.000000");
+}
+
+// The ports of a job on one host cannot be reached from another, as the kernel's table of sockets shows.
+TEST_F(TcpProcessTest, RanksOfOneHostListenOnLoopbackAlone) {
+  start(0, 3);
+  start(1, 3);
+  std::string table;
+  const std::string listens = fmt::format(":{:04X} 00000000:0000 0A ", job_.port());
+  for (const auto end = std::chrono::steady_clock::now() + 10s; std::chrono::steady_clock::now() < end;) {
+    std::ostringstream text;
+    text << std::ifstream("/proc/net/tcp").rdbuf();
+    table = text.str();
+    if (table.find(listens) != std::string::npos) break;
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_THAT(table, HasSubstr(" 0100007F" + listens));
+  EXPECT_THAT(table, testing::Not(HasSubstr(" 00000000" + listens)));
+  start(2, 3);
+  for (const int child : {0, 1, 2}) EXPECT_EQ(outcome(child), "1.000000");
 }
 
 // Once all are there the port is closed, and each rank listens nowhere.
