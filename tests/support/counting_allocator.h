@@ -14,6 +14,11 @@ class CountingAllocator {
   std::size_t peak_bytes() const;
   void reset_peak();
   std::size_t allocations() const;  // since install
+
+  // From here on this thread's allocations are counted, and number `failing` of them (0 = the first) throws what LibTorch's
+  // own allocator throws where there is no memory. Returns by stop_failing() how many there were.
+  static void fail_at(std::size_t failing);
+  static std::size_t stop_failing();
 };
 
 }  // namespace fsdp::testing
