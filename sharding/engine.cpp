@@ -11,12 +11,16 @@ namespace fsdp {
 
 Engine shard(const Context& context, std::shared_ptr<torch::nn::Module> module, const ShardOptions& options) {
   if (module == nullptr) throw InvalidArgument("fsdp::shard: expected a module, got a null pointer");
-  if (options.prefetch < 0 || options.prefetch > 62) {
-    throw InvalidArgument(fmt::format("fsdp::shard: expected prefetch in 0..62, got {}", options.prefetch));
-  }
-  std::vector<CutUnit> units = cut_units(*module, options.units);
-  const std::vector<UnitPolicy> policies = resolve_policies(units, options, context.world_size());
-  check_same_model(context.communicator(), describe_model(*module, units, policies, options));
+  std::vector<CutUnit> units;
+  std::vector<UnitPolicy> policies;
+  check_same(context.communicator(), "fsdp::shard", "another model, other units or other options", [&] {
+    if (options.prefetch < 0 || options.prefetch > 62) {
+      throw InvalidArgument(fmt::format("fsdp::shard: expected prefetch in 0..62, got {}", options.prefetch));
+    }
+    units = cut_units(*module, options.units);
+    policies = resolve_policies(units, options, context.world_size());
+    return describe_model(*module, units, policies, options);
+  });
   return Engine(std::make_unique<EngineState>(context, std::move(module), std::move(units), policies, options));
 }
 

@@ -13,6 +13,7 @@
 
 #include "memory/torch_random.h"
 #include "sharding/engine_state.h"
+#include "sharding/model_agreement.h"
 
 namespace fsdp {
 namespace {
@@ -128,6 +129,9 @@ std::optional<std::int64_t> EngineState::resume(const std::filesystem::path& dir
         if (saved != loaded->scalars.end()) value = std::bit_cast<double>(saved->second);
       });
     }
+    if (optimizer_ != nullptr)
+      check_same(core_.communicator(), "Engine::resume", "other optimizer settings",
+                 [&] { return optimizer_->description(); });
     if (const auto random = loaded->rank_state.find(kRandomState); random != loaded->rank_state.end())
       set_random_bytes(random->second);
     core_.communicator().barrier();

@@ -31,7 +31,7 @@ std::vector<ShardView> EngineState::gradient_views() {
   return guarded("Engine::gradient_views", [&] {
     std::unique_lock lock(core_.mutex);
     settle(lock, "Engine::gradient_views");
-    reducer_.check_restarts();
+    reducer_.check_agreement();
     std::vector<ShardView> views;
     for (std::size_t i = 0; i < core_.model.parameters.size(); ++i) {
       const ShardedParameter& p = core_.model.parameters[i];

@@ -108,7 +108,7 @@ void EngineState::begin_summon(const SummonOptions& options) {
     begin_step();
     if (options.gradients) {
       settle(lock, "Engine::summon with gradients");
-      reducer_.check_restarts();
+      reducer_.check_agreement();
     }
     pager_.pin(lock, units);
     lock.unlock();

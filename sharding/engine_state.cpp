@@ -13,6 +13,7 @@
 #include <fsdp/error.h>
 
 #include "sharding/deferred_storage.h"
+#include "sharding/model_agreement.h"
 
 namespace fsdp {
 namespace {
@@ -346,7 +347,15 @@ std::vector<int> EngineState::take_restarts(const ShardedParameter& p) {
 Optimizer EngineState::make_optimizer(OptimizerOptions options) {
   if (optimizer_ != nullptr)
     throw InvalidArgument("Engine::optimizer: expected one call per engine, got a second; keep the first Optimizer");
-  optimizer_ = guarded("Engine::optimizer", [&] { return make_sharded_optimizer(core_, std::move(options)); });
+  optimizer_ = guarded("Engine::optimizer", [&] {
+    std::unique_ptr<ShardedOptimizer> optimizer;
+    check_same(core_.communicator(), "Engine::optimizer", "another optimizer", [&] {
+      optimizer = make_sharded_optimizer(core_, std::move(options));
+      return optimizer->description();
+    });
+    optimizer->allocate();
+    return optimizer;
+  });
   if (core_.update_in_backward) {
     updated_.resize(gradients_.size());
     reducer_.update_with([this](int unit, bool all_used) { update_unit(unit, all_used); });

@@ -98,7 +98,7 @@ class EngineState final : public StorageOwner {
   std::map<std::string, std::string> checkpoint_ties(bool trainable_only) const;
   OperatorUse use_of_all(std::vector<PagedStorage*>& storages, bool writes) const;
   GradientReducer::Usage usage_here() const;
-  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation);
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const StepTerms& terms = {});
   // Before a collective that does not settle: ranks that call something else, or give the step up, are found here.
   void meet(std::string_view operation);
   void drop_if_failed(const std::function<void()>& body);
@@ -110,6 +110,7 @@ class EngineState final : public StorageOwner {
   void update_unit(int unit, bool all_used);
   void update(const StepSettings& step_settings);
   StepSettings settings() const;
+  StepTerms terms_of(const StepOptions& options) const;
   [[noreturn]] void fail_step(const std::string& reason);
   // Throws InvalidArgument within a scope that shows other values than the shards'.
   void refuse_within_scopes(std::string_view operation) const;

@@ -40,8 +40,8 @@ GradientReducer::Usage EngineState::usage_here() const {
   return usage;
 }
 
-void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation) {
-  drop_if_failed([&] { reducer_.settle(lock, operation, usage_here()); });
+void EngineState::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const StepTerms& terms) {
+  drop_if_failed([&] { reducer_.settle(lock, operation, usage_here(), terms); });
 }
 
 void EngineState::meet(std::string_view operation) {
@@ -164,6 +164,16 @@ void EngineState::update_unit(int unit, bool all_used) {
 
 StepSettings EngineState::settings() const { return {.lr_factor = schedule_ ? schedule_(core_.step) : 1.0}; }
 
+StepTerms EngineState::terms_of(const StepOptions& options) const {
+  return {.lr = optimizer_->lr() * settings().lr_factor,
+          .max_grad_norm = options.max_grad_norm.value_or(0),
+          .max_grad_value = options.max_grad_value.value_or(0),
+          .norm_type = options.norm_type,
+          .on_non_finite = static_cast<double>(options.on_non_finite),
+          .loss_scale = options.scaler != nullptr ? options.scaler->scale() : 0,
+          .ema_decay = average_ != nullptr ? average_->decay() : 0};
+}
+
 // In the step's end: what backward has not updated yet.
 void EngineState::update(const StepSettings& step_settings) {
   std::vector<int> parameters;
@@ -201,8 +211,8 @@ StepResult EngineState::step(const StepOptions& options) {
   return guarded("Optimizer::step", [&] {
     std::unique_lock lock(core_.mutex);
     pager_.free_all(lock);
-    settle(lock, "Optimizer::step");
-    reducer_.check_restarts();
+    settle(lock, "Optimizer::step", terms_of(options));
+    reducer_.check_agreement();
     lock.unlock();
     samples_.unweighed = !samples_.weighed && used;
     const GradientSummary summary = summarize_gradients(core_, reducer_.used(), reducer_.squares(), options.norm_type,

@@ -81,6 +81,15 @@ void FusedOptimizer::visit_settings(const SettingVisitor& visit) {
   set_lr(lr);
 }
 
+void FusedOptimizer::describe_rest(std::vector<std::string>& lines) const {
+  if (const auto* sgd = std::get_if<SGD>(&options_)) lines.push_back(fmt::format("SGD.nesterov {}", sgd->nesterov));
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].covered) continue;
+    lines.push_back(fmt::format("for {} lr_scale {}, weight_decay {}", core_.model.parameters[i].name,
+                                slots_[i].lr_scale, slots_[i].weight_decay));
+  }
+}
+
 void FusedOptimizer::resolve_groups(double weight_decay, const ParameterGroups& groups) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ShardedParameter& p = core_.model.parameters[i];

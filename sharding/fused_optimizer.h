@@ -25,6 +25,7 @@ class FusedOptimizer final : public ShardedOptimizer {
 
   void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
+  void describe_rest(std::vector<std::string>& lines) const override;
 
  private:
   // What belongs to one parameter.

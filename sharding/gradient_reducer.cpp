@@ -396,7 +396,7 @@ void GradientReducer::forget() {
     rounds.local_is_published = false;
   }
   std::fill(restarted_at_.begin(), restarted_at_.end(), 0);
-  misplaced_.clear();
+  refusal_.clear();
   agreed_ = false;
   micro_batches_ = 0;
 }

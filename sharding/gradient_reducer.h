@@ -52,6 +52,13 @@
 
 namespace fsdp {
 
+// What Optimizer::step does with the gradients: ranks that differ in it would have different weights from here on.
+struct StepTerms {
+  double lr = 0;                                                // times the schedule's factor
+  double max_grad_norm = 0, max_grad_value = 0, norm_type = 0;  // 0 = not asked for
+  double on_non_finite = 0, loss_scale = 0, ema_decay = 0;
+};
+
 class GradientReducer {
  public:
   GradientReducer(EngineCore& core, Pager& pager);
@@ -67,10 +74,11 @@ class GradientReducer {
     std::vector<bool> used;     // by parameter: this rank holds a gradient
     std::vector<bool> cleared;  // or did, before the user cleared it, and none has come since
   };
-  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
-  // After a settlement, before its gradients are used: throws InvalidArgument, on every rank, where ranks have cleared a
-  // gradient at points that do not fit: NOTE [Cleared gradients].
-  void check_restarts() const;
+  void settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage,
+              const StepTerms& terms = {});
+  // After a settlement, before its gradients are used: throws InvalidArgument, on every rank, where terms differ, or
+  // ranks have cleared a gradient at points that do not fit: NOTE [Cleared gradients].
+  void check_agreement() const;
   // Collective, before another collective that does not settle: throws as settle() does where ranks differ in what they
   // call, or one gives the step up; else it changes nothing.
   void meet(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
@@ -131,6 +139,7 @@ class GradientReducer {
     std::uint64_t overflow_slots = 0;         // the largest number of rounds that a rank has no slot for
     std::string failure;                      // of the first rank that gives the step up
     int failed_rank = -1;
+    std::string refusal;  // of terms that differ, "" = none do
   };
   struct Announcement;
   // Published locations beside those in the arena: in the settlement's overflow segment, or the unit's local gradients.
@@ -186,7 +195,9 @@ class GradientReducer {
   void take_squares(const FlatGroup& group);
   void restart(const Round& round);
   std::vector<std::byte> announce(const Announcement& announcement, const Usage& usage) const;
-  Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage);
+  Agreement agree(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage,
+                  const StepTerms& terms = {});
+  std::string describe_difference(const StepTerms& first, const StepTerms& other, int rank) const;
   bool has_restarts(const Usage& usage) const;
   std::vector<std::uint64_t> restarts_here() const;
   void agree_on_restarts(std::unique_lock<std::mutex>& lock, Agreement& agreement, const Usage& usage);
@@ -209,7 +220,7 @@ class GradientReducer {
   std::uint64_t overflow_offset_ = 0;
   std::vector<bool> used_;
   std::vector<std::uint64_t> restarted_at_;  // by parameter, in this step; 0 = not
-  std::string misplaced_;                    // what check_restarts() throws, "" = all fits
+  std::string refusal_;                      // what check_agreement() throws, "" = all fits
   bool agreed_ = false;                      // used_ is of this step
   std::uint64_t micro_batches_ = 0;          // of this step
   std::function<void(int unit, bool all_used)> update_;

@@ -1,6 +1,7 @@
 // The settlement: the one point of a step that all ranks reach alike. They tell each other how many rounds of each unit
 // there are and which parameters were used, and reduce what is left over on any rank.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <span>
 
@@ -18,7 +19,8 @@ struct GradientReducer::Announcement {
   std::int64_t step;
   std::uint64_t overflow_slots;
   std::uint64_t restarts;  // whether this rank has seen the user clear a gradient since the last step
-  char failure[400];       // why this rank gives the step up, "" = it does not
+  StepTerms terms;
+  char failure[400];  // why this rank gives the step up, "" = it does not
 };
 
 namespace {
@@ -45,8 +47,8 @@ std::vector<std::byte> GradientReducer::announce(const Announcement& announcemen
 }
 
 GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& lock, std::string_view operation,
-                                                  const Usage& usage) {
-  Announcement mine{{}, core_.step.load(), 0, has_restarts(usage), {}};
+                                                  const Usage& usage, const StepTerms& terms) {
+  Announcement mine{{}, core_.step.load(), 0, has_restarts(usage), terms, {}};
   for (const auto& round : pending_) mine.overflow_slots += round->slot == kNoSlot && !round->local;
   put_text(mine.operation, operation);
   put_text(mine.failure, std::exchange(failure_, {}));
@@ -67,8 +69,11 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
     next += sizeof(value);
     return value;
   };
+  StepTerms first;
   for (int rank = 0; rank < core_.communicator().world_size(); ++rank) {
     const Announcement theirs = take(Announcement{});
+    if (rank == 0) first = theirs.terms;
+    if (agreement.refusal.empty()) agreement.refusal = describe_difference(first, theirs.terms, rank);
     if (*theirs.failure != '\0') {
       if (agreement.failed_rank < 0) agreement.failure = theirs.failure;
       if (agreement.failed_rank < 0) agreement.failed_rank = rank;
@@ -86,6 +91,28 @@ GradientReducer::Agreement GradientReducer::agree(std::unique_lock<std::mutex>& 
     for (std::size_t p = 0; p < used_.size(); ++p) agreement.used[p] = take(false) || agreement.used[p];
   }
   return agreement;
+}
+
+std::string GradientReducer::describe_difference(const StepTerms& first, const StepTerms& other, int rank) const {
+  constexpr std::pair<const char*, double StepTerms::*> kTerms[] = {
+      {"lr", &StepTerms::lr},
+      {"max_grad_norm", &StepTerms::max_grad_norm},
+      {"max_grad_value", &StepTerms::max_grad_value},
+      {"norm_type", &StepTerms::norm_type},
+      {"on_non_finite", &StepTerms::on_non_finite},
+      {"a loss scale of", &StepTerms::loss_scale},
+      {"an average of decay", &StepTerms::ema_decay},
+  };
+  for (const auto& [name, term] : kTerms) {
+    if (std::bit_cast<std::uint64_t>(first.*term) == std::bit_cast<std::uint64_t>(other.*term)) continue;
+    return fmt::format("Optimizer::step {}: rank {} has {} {} where rank 0 has {}; {}", core_.step.load(), rank, name,
+                       other.*term, first.*term,
+                       core_.update_in_backward
+                           ? "with update_in_backward weights may be updated with both: resume from "
+                             "the newest checkpoint, the same on every rank"
+                           : "nothing was updated; call it the same on every rank");
+  }
+  return "";
 }
 
 bool GradientReducer::has_restarts(const Usage& usage) const {
@@ -125,7 +152,6 @@ void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agre
   lock.unlock();
   core_.communicator().all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)));
   lock.lock();
-  misplaced_.clear();
   for (std::size_t p = 0; p < parameters; ++p) {
     std::uint64_t& generation = agreement.restarted_at[p];
     for (std::size_t rank = 0; rank < ranks; ++rank)
@@ -133,12 +159,12 @@ void GradientReducer::agree_on_restarts(std::unique_lock<std::mutex>& lock, Agre
     if (!agreement.used[p] && !core_.update_in_backward) continue;
     const ShardedParameter& parameter = core_.model.parameters[p];
     const std::uint64_t before = units_[static_cast<std::size_t>(parameter.unit)].first_generation;
-    for (std::size_t rank = 0; rank < ranks && misplaced_.empty(); ++rank) {
+    for (std::size_t rank = 0; rank < ranks && refusal_.empty(); ++rank) {
       const Told& told = all[rank * parameters + p];
       const bool restarts_later = told.restarted_at == 0 && told.used == 0 && told.published < generation;
       const bool has_old = generation == 0 && told.cleared != 0 && told.published > before;
       if (!has_old && (told.restarted_at == generation || restarts_later)) continue;
-      misplaced_ = describe_misplaced(parameter, static_cast<int>(rank));
+      refusal_ = describe_misplaced(parameter, static_cast<int>(rank));
     }
   }
 }
@@ -159,11 +185,12 @@ std::string GradientReducer::describe_misplaced(const ShardedParameter& paramete
       what, rank);
 }
 
-void GradientReducer::check_restarts() const {
-  if (!misplaced_.empty()) throw InvalidArgument(misplaced_);
+void GradientReducer::check_agreement() const {
+  if (!refusal_.empty()) throw InvalidArgument(refusal_);
 }
 
-void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage) {
+void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_view operation, const Usage& usage,
+                             const StepTerms& terms) {
   std::vector<bool> waits(units_.size());  // for the generation at which ranks restart
   for (std::size_t p = 0; p < usage.cleared.size(); ++p) {
     if (!usage.cleared[p]) continue;
@@ -184,8 +211,9 @@ void GradientReducer::settle(std::unique_lock<std::mutex>& lock, std::string_vie
     }
   }
   flush_pending();
-  Agreement agreement = agree(lock, operation, usage);
+  Agreement agreement = agree(lock, operation, usage, terms);
   if (agreement.failed_rank >= 0) fail_step(lock, std::move(agreement));
+  refusal_ = agreement.refusal;
   if (agreement.has_restarts) agree_on_restarts(lock, agreement, usage);
   used_ = agreement.used;
   agreed_ = true;

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
+#include <exception>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/version.h>
 
 #include <fsdp/error.h>
 
@@ -51,8 +52,11 @@ std::string difference(const std::vector<std::string>& own, const std::string& f
 
 std::vector<std::string> describe_model(const torch::nn::Module& module, const std::vector<CutUnit>& units,
                                         const std::vector<UnitPolicy>& policies, const ShardOptions& options) {
-  std::vector<std::string> lines{fmt::format("options prefetch {}, ordered_sums {}, update_in_backward {}",
-                                             options.prefetch, options.ordered_sums, options.update_in_backward)};
+  std::vector<std::string> lines{
+      fmt::format("libfsdp {}, LibTorch {}", FSDP_VERSION, TORCH_VERSION),
+      fmt::format("options prefetch {}, ordered_sums {}, update_in_backward {}, output {}", options.prefetch,
+                  options.ordered_sums, options.update_in_backward,
+                  options.precision.output ? c10::toString(*options.precision.output) : "as it comes")};
   for (std::size_t i = 0; i < units.size(); ++i) {
     const UnitPolicy& policy = policies[i];
     lines.push_back(fmt::format("unit {} strategy {}, shards {}, param {}, reduce {}", units[i].name,
@@ -67,7 +71,16 @@ std::vector<std::string> describe_model(const torch::nn::Module& module, const s
   return lines;
 }
 
-void check_same_model(Communicator& communicator, const std::vector<std::string>& lines) {
+void check_same(Communicator& communicator, std::string_view call, std::string_view what,
+                const std::function<std::vector<std::string>()>& describe) {
+  std::vector<std::string> lines;
+  std::exception_ptr refusal;
+  try {
+    lines = describe();
+  } catch (const InvalidArgument& error) {
+    refusal = std::current_exception();
+    lines = {error.what()};
+  }
   struct Summary {
     std::uint64_t hash = 0, bytes = 0;
     bool operator==(const Summary&) const = default;
@@ -76,7 +89,10 @@ void check_same_model(Communicator& communicator, const std::vector<std::string>
   const Summary own{std::hash<std::string>()(text), text.size()};
   std::vector<Summary> all(static_cast<std::size_t>(communicator.world_size()));
   communicator.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-  if (std::all_of(all.begin(), all.end(), [&](const Summary& summary) { return summary == all[0]; })) return;
+  if (std::all_of(all.begin(), all.end(), [&](const Summary& summary) { return summary == all[0]; })) {
+    if (refusal) std::rethrow_exception(refusal);
+    return;
+  }
 
   text.resize(all[0].bytes);
   communicator.broadcast(std::as_writable_bytes(std::span(text)), /*root=*/0);
@@ -87,12 +103,9 @@ void check_same_model(Communicator& communicator, const std::vector<std::string>
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
     const char* found = texts.data() + rank * kTextBytes;
     if (*found == '\0') continue;
-    throw InvalidArgument(
-        fmt::format(
-            "fsdp::shard: rank {} has another model, other units or other options than rank 0: {:.{}}; build the "
-            "same on every rank",
-            rank, found, kTextBytes),
-        static_cast<int>(rank));
+    throw InvalidArgument(fmt::format("{}: rank {} has {} than rank 0: {:.{}}; give every rank the same", call, rank,
+                                      what, found, kTextBytes),
+                          static_cast<int>(rank));
   }
 }
 

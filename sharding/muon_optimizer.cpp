@@ -8,6 +8,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
+#include <fmt/format.h>
 
 #include "sharding/owner_placement.h"
 
@@ -72,7 +73,16 @@ void MuonOptimizer::place_matrices() {
     end += bytes_of(p.tensor.numel(), DType::kFloat32);
     if (matrix.owner == core_.context.rank()) matrix.momentum = at::zeros(p.sizes);
   }
-  updates_ = core_.communicator().allocate(*std::max_element(bytes.begin(), bytes.end()));
+  update_bytes_ = *std::max_element(bytes.begin(), bytes.end());
+}
+
+void MuonOptimizer::allocate() { updates_ = core_.communicator().allocate(update_bytes_); }
+
+void MuonOptimizer::describe_rest(std::vector<std::string>& lines) const {
+  lines.push_back(fmt::format("Muon.nesterov {}", options_.nesterov));
+  for (const Matrix& matrix : matrices_)
+    lines.push_back(fmt::format("Muon for {}", core_.model.parameters[matrix.parameter].name));
+  others_.describe_rest(lines);
 }
 
 void MuonOptimizer::prepare(std::span<const int> parameters, const std::vector<bool>& used,

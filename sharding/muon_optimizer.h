@@ -14,6 +14,7 @@ class MuonOptimizer final : public ShardedOptimizer {
   MuonOptimizer(EngineCore& core, Muon options);
 
   void visit_settings(const SettingVisitor& visit) override;
+  void allocate() override;
   void set_lr(double lr) override;
   double lr() const override { return options_.lr; }
   std::size_t state_bytes() const override;
@@ -31,6 +32,7 @@ class MuonOptimizer final : public ShardedOptimizer {
   };
   void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
+  void describe_rest(std::vector<std::string>& lines) const override;
   void place_matrices();
   void compute_update(Matrix& matrix);
   void validate() const;
@@ -41,6 +43,7 @@ class MuonOptimizer final : public ShardedOptimizer {
   StepSettings settings_;
   std::vector<Matrix> matrices_;
   std::vector<int> matrix_of_;        // by parameter, -1 = among the others
+  std::size_t update_bytes_ = 0;      // the most that a rank computes
   std::unique_ptr<Segment> updates_;  // each rank's orthogonal updates, fp32
 };
 

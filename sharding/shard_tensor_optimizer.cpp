@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <typeinfo>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -149,6 +151,16 @@ void ShardTensorOptimizer::visit_settings(const SettingVisitor& visit) {
   double lr = lr_;
   visit("TorchOptimizer.lr", lr);
   set_lr(lr);
+}
+
+// Their values are not seen here, but their class, groups and rates are.
+void ShardTensorOptimizer::describe_rest(std::vector<std::string>& lines) const {
+  const torch::optim::Optimizer& optimizer = *optimizer_;
+  lines.push_back("TorchOptimizer is a " + c10::demangle(typeid(optimizer).name()));
+  for (std::size_t g = 0; g < group_lrs_.size(); ++g) {
+    lines.push_back(fmt::format("TorchOptimizer group {} has {} parameters, lr {}", g,
+                                optimizer_->param_groups()[g].params().size(), group_lrs_[g]));
+  }
 }
 
 void ShardTensorOptimizer::set_lr(double lr) {

@@ -22,6 +22,7 @@ class ShardTensorOptimizer final : public ShardedOptimizer {
   using StateTensors = std::vector<std::pair<std::string, at::Tensor>>;
   void prepare(std::span<const int> parameters, const std::vector<bool>& used, const StepSettings& settings) override;
   void update_run(std::size_t parameter, std::int64_t begin, std::int64_t numel) override;
+  void describe_rest(std::vector<std::string>& lines) const override;
   void make_states();
   bool states_are_known() const;
   StateTensors states_of(std::size_t shard) const;

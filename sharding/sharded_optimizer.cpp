@@ -30,6 +30,13 @@ void ShardedOptimizer::step(std::span<const int> parameters, const std::vector<b
   }
 }
 
+std::vector<std::string> ShardedOptimizer::description() {
+  std::vector<std::string> lines;
+  visit_settings([&](const std::string& name, double& value) { lines.push_back(fmt::format("{} {}", name, value)); });
+  describe_rest(lines);
+  return lines;
+}
+
 std::unique_ptr<ShardedOptimizer> make_sharded_optimizer(EngineCore& core, OptimizerOptions options) {
   if (core.update_in_backward &&
       (std::holds_alternative<TorchOptimizer>(options) || std::holds_alternative<Muon>(options))) {

@@ -39,6 +39,11 @@ class ShardedOptimizer {
   using SettingVisitor = std::function<void(const std::string& name, double& value)>;
   virtual void visit_settings(const SettingVisitor& visit) = 0;
 
+  // All that an update depends on beside the gradients, a line each: ranks whose lines differ would update differently.
+  std::vector<std::string> description();
+  // Collective, once, where all ranks have the same description: takes what they share.
+  virtual void allocate() {}
+
   virtual void set_lr(double lr) = 0;
   virtual double lr() const = 0;
   virtual std::size_t state_bytes() const = 0;            // on this rank
@@ -52,6 +57,9 @@ class ShardedOptimizer {
  protected:
   explicit ShardedOptimizer(EngineCore& core) : core_(core) {}
 
+  // The part of description() that visit_settings does not show.
+  virtual void describe_rest(std::vector<std::string>& lines) const = 0;
+
   // Before the first update_run of a step.
   virtual void prepare(std::span<const int> parameters, const std::vector<bool>& used,
                        const StepSettings& settings) = 0;
@@ -61,7 +69,7 @@ class ShardedOptimizer {
   EngineCore& core_;
 };
 
-// Collective. Throws InvalidArgument for values out of range, naming field and value.
+// Throws InvalidArgument for values out of range, naming field and value.
 std::unique_ptr<ShardedOptimizer> make_sharded_optimizer(EngineCore& core, OptimizerOptions options);
 
 // Throws InvalidArgument unless `holds`.

@@ -24,6 +24,7 @@ class WeightAverage {
   // Exchanges averages and weights.
   void swap();
 
+  double decay() const { return decay_; }
   std::size_t bytes() const { return averages_.nbytes(); }
   std::byte* shard(const FlatGroup& group) const {
     return static_cast<std::byte*>(averages_.mutable_data_ptr()) + group.state_offset;
