@@ -105,8 +105,8 @@ std::string GradientReducer::describe_difference(const StepTerms& first, const S
   };
   for (const auto& [name, term] : kTerms) {
     if (std::bit_cast<std::uint64_t>(first.*term) == std::bit_cast<std::uint64_t>(other.*term)) continue;
-    return fmt::format("Optimizer::step {}: rank {} has {} {} where rank 0 has {}; {}", core_.step.load(), rank, name,
-                       other.*term, first.*term,
+    return fmt::format("Optimizer::step {}: rank {} has {} {} where rank 0 has {} {}; {}", core_.step.load(), rank,
+                       name, other.*term, name, first.*term,
                        core_.update_in_backward
                            ? "with update_in_backward weights may be updated with both: resume from "
                              "the newest checkpoint, the same on every rank"

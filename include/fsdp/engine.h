@@ -126,7 +126,8 @@ class Engine {
   // After this the module's parameters can no longer be read: an operator on one throws.
   ~Engine();
 
-  // Once per engine; allocates the optimizer's state. Throws InvalidArgument for values out of range.
+  // Collective, once per engine; allocates the optimizer's state. Throws InvalidArgument for values out of range, and on
+  // every rank where ranks give other values.
   Optimizer optimizer(AdamW options);
   Optimizer optimizer(Adam options);
   Optimizer optimizer(SGD options);

@@ -105,7 +105,8 @@ class Optimizer {
   // Collective, the one point of a step that is alike on all ranks: finishes pending reductions, clips, updates the
   // shards, clears the gradients. Parameters that no rank used since the last step are left alone, decay included.
   // Throws CommunicationError, and InvalidArgument where a parameter's storage, hook or dispatch key is no longer the
-  // engine's.
+  // engine's, and, on every rank, where ranks differ in learning rate, options, loss scale or average: with the rank and
+  // both values, before anything is updated, so that the corrected call goes on.
   StepResult step(const StepOptions& options = {});
   // Drops the gradients accumulated so far. Collective. torch::nn::Module::zero_grad works too, if every rank calls
   // it; unlike in plain LibTorch a parameter that is zeroed in place and gets no new gradient counts as unused: the

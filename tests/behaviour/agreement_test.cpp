@@ -120,16 +120,16 @@ INSTANTIATE_TEST_SUITE_P(
             {"update_in_backward true", "update_in_backward false"},
             [](ShardOptions& o) { o.update_in_backward = true; }},
         Odd{"Strategy",
-            {"strategy shard_gradients", "strategy full_shard"},
+            {"strategy kShardGradients", "strategy kFullShard"},
             [](ShardOptions& o) { o.strategy = Strategy::kShardGradients; }},
         Odd{"ShardGroup", {"shards 1,", "shards "}, [](ShardOptions& o) { o.shard_group = 1; }},
-        Odd{"Units", {"unit ", "unit a"}, [](ShardOptions& o) { o.units = {}; }},
-        Odd{"ParamPrecision", {"param bf16", "param "}, [](ShardOptions& o) { o.precision.param = torch::kBFloat16; }},
+        Odd{"Units", {"unit ", "unit a"}, [](ShardOptions& o) { o.units = units_named({"b"}); }},
+        Odd{"ParamPrecision", {"param BF16", "param "}, [](ShardOptions& o) { o.precision.param = torch::kBFloat16; }},
         Odd{"ReducePrecision",
-            {"reduce bf16", "reduce "},
+            {"reduce BF16", "reduce "},
             [](ShardOptions& o) { o.precision.reduce = torch::kBFloat16; }},
         Odd{"StrategyOfOneUnit",
-            {"unit b strategy replicate", "unit b strategy full_shard"},
+            {"unit b strategy kReplicate", "unit b strategy kFullShard"},
             [](ShardOptions& o) {
               o.per_unit = [](const std::string& unit) -> std::optional<UnitOptions> {
                 if (unit != "b") return std::nullopt;
@@ -222,7 +222,7 @@ TEST(RanksThatDifferInDetails, AreToldBeforeTheOptimizerIsMade) {
        [](Engine& e) { return e.optimizer(adam_of_shards()); },
        "TorchOptimizer is a torch::optim::AdamW where rank 0 has TorchOptimizer is a torch::optim::Adam"},
       {[](Engine& e) { return e.optimizer(SGD{.lr = -1}); }, [](Engine& e) { return e.optimizer(SGD{}); },
-       "got -1 where rank 0 has SGD.lr 0.001"},
+       "expected lr at least 0, got -1 where rank 0 has SGD.momentum 0"},
   };
   for (const auto& [odd, others, told] : cases) {
     run_ranks(2, [&](const Context& context) {
