@@ -71,10 +71,10 @@ void PrintTo(const FaultCase& fault, std::ostream* out) {
 
 class CommunicationFaultTest : public ::testing::TestWithParam<FaultCase> {};
 
-// Matching calls that shard() makes before the first step: 2 barriers for each of the five parameters and one at the end,
-// one all_gather.
-int calls_of_shard(const std::string& operation) {
-  return operation == "barrier" ? 11 : operation == "all_gather" ? 1 : 0;
+// Matching calls before the first step: of shard() 2 barriers for each of the five parameters and one at the end; one
+// all_gather of shard() and one of Engine::optimizer, which compare what they were given.
+int calls_before_training(const std::string& operation) {
+  return operation == "barrier" ? 11 : operation == "all_gather" ? 2 : 0;
 }
 
 // Calls at which it fails; a step makes one barrier, two all_gathers, three reductions and at least three gathers.
@@ -90,7 +90,7 @@ TEST_P(CommunicationFaultTest, EndsEveryRankWithRankAndOperation) {
     const auto outcomes = train_with({.kind = Fault::Kind::kThrow,
                                       .operation = operation,
                                       .rank = kFaultyRank,
-                                      .after = calls_of_shard(operation) + position},
+                                      .after = calls_before_training(operation) + position},
                                      world_size);
     EXPECT_LT(std::chrono::steady_clock::now() - begin, kTimeout)
         << where << ": ended by the timeout, not by the fault";
@@ -162,7 +162,7 @@ TEST(FaultInAWriteTest, EndsEveryRankNamingTheOperator) {
     const Fault fault{.kind = Fault::Kind::kThrow,
                       .operation = "barrier",
                       .rank = kFaultyRank,
-                      .after = calls_of_shard("barrier") + position};
+                      .after = calls_before_training("barrier") + position};
     run_ranks(
         2,
         [&](const Context& context) {
